@@ -19,7 +19,7 @@ from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.data_axes import find_units
 from shardwise.ranks.spawn import spawn
-from shardwise.runtime import uses
+from shardwise.runtime import fsdp_internals
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
 from shardwise.topology.shape import MeshShape
 from tests.families import rows_of, tiny_batch, tiny_model
@@ -205,7 +205,7 @@ class Choosing(torch.nn.Module):
 
 def choose(reduces_unused):
     """Gradients of a model whose ranks run different experts, beside the unsplit model's, row by row."""
-    uses._REDUCES_UNUSED = reduces_unused and uses._REDUCES_UNUSED
+    fsdp_internals._REDUCES_UNUSED = reduces_unused and fsdp_internals._REDUCES_UNUSED
     with shardwise.Mesh.open("fsdp2") as mesh:
         whole = tiny_model("llama", num_hidden_layers=3)
         for layer in whole.model.layers:

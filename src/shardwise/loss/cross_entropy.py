@@ -174,7 +174,8 @@ class _Targets:
         sizes = context.even_sizes(num_classes)
         start = sum(sizes[: context.coord])
         position = target - start
-        class_weights = torch.ones(num_classes, device=target.device) if weight is None else weight.detach().float()
+        ones = torch.ones(num_classes if smoothing else 0, device=target.device)
+        class_weights = ones if weight is None else weight.detach().float()
         return cls(
             kept=kept,
             position=position.clamp(0, max(0, num_local - 1)),

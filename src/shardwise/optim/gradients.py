@@ -44,7 +44,6 @@ from shardwise.parameters.registry import (
     mark,
     registry_of,
 )
-from shardwise.runtime.gathered import hands_out_gradients
 
 __all__ = ["Gradients", "LossScale", "gradients_of", "track_gradients"]
 
@@ -236,8 +235,6 @@ class Gradients:
                 why="what sums gradients over ranks has no derivative",
                 fix="leave it out: second derivatives are the unsplit model's",
             )
-        if self.registry.data_root is not None and hands_out_gradients(self.registry.data_root):
-            raise functional_refused("parameters that data ranks share")
         self._begin_partial()
         if not self.is_put_off:
             # Twice: what FSDP2 does at the end of backward must come first.

@@ -23,7 +23,7 @@ from shardwise.parameters.local_parameter import hide, show
 from shardwise.parameters.registry import canonical_entries, entry_of, registry_of
 from shardwise.plan.match import match
 from shardwise.plan.options import check_kind
-from shardwise.runtime.gathered import gathered_parameters
+from shardwise.runtime.fsdp_internals import gathered_parameters
 
 __all__ = ["build_optimizer", "divided_groups", "groups_of", "local_state_of", "watch_optimizers"]
 

@@ -22,7 +22,7 @@ from shardwise.plan.decision import ParameterPlan
 from shardwise.runtime.adapter_facts import describe_adapter
 from shardwise.runtime.adapters import is_adapter, unwrapped
 from shardwise.runtime.context import SplitContext
-from shardwise.runtime.linear import FirstRankBias, apply_mixin
+from shardwise.runtime.linear import RowSplit, apply_mixin
 from shardwise.runtime.modes import has_dropout
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Replicate, Split
@@ -152,7 +152,7 @@ def _apply_adapter(
     if not isinstance(planned.placement, Split):
         _drop_alike(wrapper.lora_dropout[adapter], f"{fqn}.lora_dropout.{adapter}", context)
     elif f"{fqn}.lora_B.{adapter}.bias" in parameters:
-        apply_mixin(wrapper.lora_B[adapter], FirstRankBias, _split=context)
+        apply_mixin(wrapper.lora_B[adapter], RowSplit, _split=context, _reduces=False)
 
 
 def _drop_alike(dropout: nn.Module, name: str, context: SplitContext) -> None:

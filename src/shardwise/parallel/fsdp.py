@@ -24,10 +24,15 @@ from shardwise.parameters.at_rest import forget_unreduced, reshard
 from shardwise.parameters.registry import Registry, attach_registry
 from shardwise.plan.options import FsdpPolicy
 from shardwise.plan.structure import nearest, outermost, outermost_layers, parent_of, upwards
-from shardwise.runtime.called_alone import run_as_root
-from shardwise.runtime.embedding import FeatureEmbedding, VocabularyEmbedding
-from shardwise.runtime.gathered import forget_interrupted, free_after_evaluation, take_changes
-from shardwise.runtime.uses import keep_absent
+from shardwise.runtime.embedding import SplitEmbedding
+from shardwise.runtime.fsdp_internals import (
+    carry_over_changes,
+    free_after_evaluation,
+    keep_absent,
+    reset_interrupted,
+    run_as_root,
+    units_of,
+)
 
 __all__ = ["StageRoot", "apply_data_parallelism"]
 
@@ -156,10 +161,11 @@ def _shard_root(root: nn.Module, units: Units, registry: Registry, kept_replicat
         # A unit of which other stages have modules (tied embeddings) is read between these, as where one rank has all.
         _shard(unit, registry, kept_replicated, frees=registry.policy.zero_stage == 3 and names in registry.plan.units)
     _shard((root,), registry, kept_replicated, frees=False)
-    root.register_forward_pre_hook(lambda root, _: take_changes(root), prepend=True)
+    sharded = units_of(root)
+    root.register_forward_pre_hook(lambda root, _: carry_over_changes(root, sharded), prepend=True)
     root.register_forward_pre_hook(_drop_casts)
     if registry.stages is None:  # a stage is a root that computes several microbatches
-        root.register_forward_pre_hook(lambda root, _: forget_interrupted(root), prepend=True)
+        root.register_forward_pre_hook(lambda root, _: reset_interrupted(root), prepend=True)
         root.register_forward_hook(free_after_evaluation, always_call=True)
         run_as_root(root, _parts(root, units, registry))
     _tune(root, units, registry)
@@ -239,7 +245,7 @@ def _tune(root: nn.Module, units: Units, registry: Registry) -> None:
     for modules in (*units.values(), (root,)):
         chooses = (_chooses_modules(module, besides=inside if module is root else ()) for module in modules)
         if any(chooses) or (modules[0] is root and has_layers):
-            registry.uses.watch(modules[0])
+            registry.uses.watch(modules[0])  # type: ignore[arg-type]  # sharded above
     for module in root.modules():
         if isinstance(module, FSDPModule):
             keep_absent(module)
@@ -272,8 +278,11 @@ def _chooses_modules(unit: nn.Module, *, besides: Collection[nn.Module]) -> bool
 def _is_plain_embedding(module: nn.Module) -> bool:
     """Whether it only looks rows up, so that its gradient does not depend on its weight."""
     forwards = {each.__name__ for each in type(module).__mro__ if "forward" in vars(each) and each is not nn.Module}
-    ours = {each.__name__ for each in (FeatureEmbedding, VocabularyEmbedding)}
-    return isinstance(module, nn.Embedding) and not list(module.children()) and forwards <= {"Embedding", *ours}
+    return (
+        isinstance(module, nn.Embedding)
+        and not list(module.children())
+        and forwards <= {"Embedding", SplitEmbedding.__name__}
+    )
 
 
 def _check_hooks(model: nn.Module) -> None:

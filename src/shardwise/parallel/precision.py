@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.parameters.registry import Registry
 from shardwise.plan.options import Precision
-from shardwise.runtime.casting import Casting, cast_values
-from shardwise.runtime.linear import apply_mixin
-from shardwise.runtime.reading import read_through
+from shardwise.runtime.casting import Casting
+from shardwise.runtime.reading import cast_in_forward, read_through
 
 __all__ = ["apply_precision"]
-
-
-class Cast:
-    """Mixin: computes in another dtype than its parameters have."""
-
-    _casting: Casting
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own, with parameters and floating-point inputs cast."""
-        own: Callable[..., Any] = super().forward  # type: ignore[misc]
-        with self._casting.under_way():
-            return own(*cast_values(args, self._casting.dtype), **cast_values(kwargs, self._casting.dtype))
 
 
 def apply_precision(model: nn.Module, registry: Registry, precision: Precision | None) -> None:
@@ -56,7 +41,7 @@ def apply_precision(model: nn.Module, registry: Registry, precision: Precision |
         for name in _floats(owner):
             read_through(owner, name, casting)
     for module in (*(model.get_submodule(each) for unit in registry.plan.units for each in unit), model):
-        apply_mixin(module, Cast, _casting=casting)
+        cast_in_forward(module, casting)
 
 
 def _narrow_frozen(model: nn.Module, registry: Registry, compute: torch.dtype) -> None:
@@ -76,7 +61,7 @@ def _cast_what_is_kept_in_full(model: nn.Module, registry: Registry, casting: Ca
         if kept := [own for own in kept if registry.entry(fqns[own]).layout.shape]:
             for own in kept:
                 read_through(module, own, casting)
-            apply_mixin(module, Cast, _casting=casting)
+            cast_in_forward(module, casting)
 
 
 def _floats(module: nn.Module) -> list[str]:

@@ -17,8 +17,8 @@ from shardwise.plan.decision import SplitPlan
 from shardwise.plan.structure import is_within, nearest, parent_of
 from shardwise.runtime.adapters import unwrapped
 from shardwise.runtime.context import SplitContext
-from shardwise.runtime.embedding import FeatureEmbedding, VocabularyEmbedding
-from shardwise.runtime.linear import AdaptedRowSplit, BiasRead, RowSplit, apply_mixin
+from shardwise.runtime.embedding import SplitEmbedding
+from shardwise.runtime.linear import BiasRead, RowSplit, apply_mixin
 from shardwise.runtime.local_inputs import install_local_shapes, install_shares, install_sliced
 from shardwise.runtime.norm import SplitNorm
 from shardwise.runtime.outputs import install_outputs
@@ -156,15 +156,16 @@ def _apply_style(module: nn.Module, name: str, registry: Registry, *, leave: Reg
     elif style == "embedding_rowwise":
         _split_vocabulary(module, split, context)
     elif style == "embedding_colwise":
-        apply_mixin(module, FeatureEmbedding, _split=context, _sizes=split.local_sizes)
+        apply_mixin(module, SplitEmbedding, _split=context, _sizes=split.local_sizes)
     elif style in ("rowwise", "rowwise_reenter", "rowwise_split_input"):
         bias = None if type(module).forward is nn.Linear.forward else BiasRead()
         if bias is not None and unwrapped(module)._parameters.get("bias") is not None:
             read_through(unwrapped(module), "bias", bias)
         apply_mixin(
             module,
-            AdaptedRowSplit if name in plan.weights else RowSplit,
+            RowSplit,
             _bias=bias,
+            _adapts=name in plan.weights,
             _split=context,
             _reduces=leave is not None,
             _leave=leave,
@@ -186,7 +187,7 @@ def _split_vocabulary(module: nn.Module, split: Split, context: SplitContext) ->
     padding = getattr(embedding, "padding_idx", None)
     if padding is not None:
         setattr(embedding, "padding_idx", padding - start if start <= padding < start + rows else None)  # noqa: B010
-    apply_mixin(module, VocabularyEmbedding, _split=context, _start=start, _vocabulary_size=split.size)
+    apply_mixin(module, SplitEmbedding, _split=context, _start=start, _vocabulary_size=split.size)
 
 
 def fit_sizes(module: nn.Module, weight: Tensor | None) -> None:

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.parameters.registry import ParameterEntry, entries_of, find_parameters, registry_of
-from shardwise.runtime.gathered import drop_unreduced, free
+from shardwise.runtime.fsdp_internals import drop_unreduced, free
 
 __all__ = ["copy_out_of_mmap", "forget_unreduced", "held_parameters", "reshard"]
 

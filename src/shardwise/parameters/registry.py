@@ -31,7 +31,7 @@ from shardwise.plan.options import FsdpPolicy, Precision
 from shardwise.plan.structure import fqn_of
 from shardwise.runtime.casting import Casting
 from shardwise.runtime.context import SplitContext
-from shardwise.runtime.uses import Uses
+from shardwise.runtime.fsdp_internals import Uses
 from shardwise.runtime.wrapping import refuse_flattening
 from shardwise.sharding.boxes import slices
 from shardwise.sharding.layout import Layout, Piece

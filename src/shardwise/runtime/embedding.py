@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -10,18 +11,19 @@ from shardwise.comm.collectives import gather_full, reduce_from_region
 from shardwise.runtime.checks import check_index
 from shardwise.runtime.context import SplitContext
 
-__all__ = ["FeatureEmbedding", "VocabularyEmbedding"]
+__all__ = ["SplitEmbedding"]
 
 
-class VocabularyEmbedding:
+class SplitEmbedding:
     """Mixin of an embedding, or of the adapters around one, that holds rows `[start, start + rows)` of a vocabulary of
-    any size.
+    any size, or some features of every row.
 
-    Communicates: over tp, one all-reduce of the looked-up rows forward, nothing backward. Nothing at all where the
-    entry of the layer stack sums them (`SplitContext.defer_embedding`).
+    Communicates: over tp, of rows one all-reduce of the looked-up rows forward, of features one all-gather; nothing
+    backward. Nothing at all where the entry of the layer stack sums rows (`SplitContext.defer_embedding`).
     """
 
     _split: SplitContext
+    _sizes: tuple[int, ...] | None = None  # of features on each rank; None: rows are split
     _start: int
     _vocabulary_size: int
     _may_defer = False
@@ -32,19 +34,22 @@ class VocabularyEmbedding:
         Raises:
             IndexError: an id is outside the vocabulary (checked on the device where there is one).
         """
+        look_up: Callable[..., Tensor] = super().forward  # type: ignore[misc]
+        if self._sizes is not None:
+            values = look_up(ids, **options)
+            return gather_full(values, self._split.group, dim=values.ndim - 1, sizes=self._sizes)
         self._check_ids(ids)
-        rows = self.weight.shape[0]  # type: ignore[attr-defined]
+        weight: Tensor = self.weight  # type: ignore[attr-defined]
         local = ids - self._start
-        outside = (local < 0) | (local >= rows)
-        if rows == 0:
-            found = self.weight.new_zeros(*ids.shape, self.weight.shape[1]) + self.weight.sum()  # type: ignore[attr-defined]
+        outside = (local < 0) | (local >= weight.shape[0])
+        if weight.shape[0] == 0:
+            values = weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum()
         else:
-            found = super().forward(local.masked_fill(outside, 0), **options)  # type: ignore[misc]
-            found = found.masked_fill(outside.unsqueeze(-1), 0)
+            values = look_up(local.masked_fill(outside, 0), **options).masked_fill(outside.unsqueeze(-1), 0)
         if self._split.state.defer_embedding and self._may_defer:
             self._split.state.holds_partial_rows = True
-            return found
-        return reduce_from_region(found, self._split.group)
+            return values
+        return reduce_from_region(values, self._split.group)
 
     def _check_ids(self, ids: Tensor) -> None:
         # Outside ids are somebody else's rows here, so an id of no rank would come back as silent zeros.
@@ -55,18 +60,3 @@ class VocabularyEmbedding:
             "an id is outside the vocabulary",
             lambda: f"ids from {int(ids.min())} to {int(ids.max())}, but the vocabulary has {size} entries",
         )
-
-
-class FeatureEmbedding:
-    """Mixin of an embedding that holds some features of every row.
-
-    Communicates: over tp, one all-gather of the looked-up features forward, nothing backward.
-    """
-
-    _split: SplitContext
-    _sizes: tuple[int, ...]
-
-    def forward(self, ids: Tensor, **options: Any) -> Tensor:
-        """Args: ids int `[...]`, the same on every tp rank. Returns `[..., hidden]`."""
-        found = super().forward(ids, **options)  # type: ignore[misc]
-        return gather_full(found, self._split.group, dim=found.ndim - 1, sizes=self._sizes)

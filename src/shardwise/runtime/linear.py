@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +17,7 @@ from shardwise.runtime.adapters import unwrapped
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.region_edges import RegionExit, note_sum
 
-__all__ = ["AdaptedRowSplit", "BiasRead", "FirstRankBias", "RowSplit", "apply_mixin"]
+__all__ = ["BiasRead", "RowSplit", "apply_mixin"]
 
 
 @dataclass(eq=False)
@@ -35,9 +37,20 @@ class BiasRead:
             return bias
         return torch.zeros_like(bias) if self.factor is None else bias * self.factor
 
+    @contextmanager
+    def times(self, factor: int | None) -> Iterator[None]:
+        """Inside, the bias is multiplied by `factor`."""
+        before, self.factor = self.factor, factor
+        try:
+            yield
+        finally:
+            self.factor = before
+
 
 class RowSplit:
-    """Mixin of a linear whose input features are split: its product is a partial sum over tp ranks.
+    """Mixin of a linear, or of the adapters around one, whose input features are split: its product is a partial sum
+    over tp ranks. The products of adapters are partial sums, too, and are summed with it (see [Note: the base's plan]
+    in `shardwise.plan.adapters`).
 
     The bias is added once: after the reduction, or, where the enclosing region reduces, by the first rank alone.
 
@@ -50,18 +63,21 @@ class RowSplit:
     _reduces: bool
     _leave: RegionExit
     _reenters: bool
-    _input_sizes: tuple[int, ...] | None
-    _bias: BiasRead | None
+    _input_sizes: tuple[int, ...] | None = None
+    _bias: BiasRead | None = None
+    _adapts: bool = False
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Args: x `[..., in]`, per rank `[..., in / tp]`. Returns `[..., out]`."""
-        return self._reduced(x)
-
-    def _reduced(self, x: Tensor, **options: Any) -> Tensor:
-        context = self._split
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        """Args: x `[..., in]`, per rank `[..., in / tp]`; options: of the forward of PEFT's adapters. Returns
+        `[..., out]`.
+        """
+        context, module = self._split, cast(nn.Module, self)
+        linear = unwrapped(module) if self._adapts else module
         if self._input_sizes is not None:
+            if self._adapts:
+                context.fork_rng("region", module)  # what is dropped is this rank's own input
             x = split_full(x, context.group, dim=x.ndim - 1, sizes=self._input_sizes)
-        bias: Tensor | None = getattr(self._linear(), "bias", None)
+        bias: Tensor | None = getattr(linear, "bias", None)
         if not self._reduces:
             if bias is not None and context.coord:
                 bias = bias * 0  # the first rank adds it; here it keeps its place in the graph
@@ -74,51 +90,13 @@ class RowSplit:
         context.restore_rng("region")  # what the module drops after this is full again
         return note_sum(out if bias is None else out + bias, context)
 
-    def _linear(self) -> nn.Module:
-        """The module whose bias it is."""
-        assert isinstance(self, nn.Module)
-        return self
-
     def _product(self, x: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
         """The product of this rank's features, with `bias`: the linear's own, or what stands in its place."""
         if self._bias is None:
             return F.linear(x, self.weight, bias)  # type: ignore[attr-defined]
-        if self._reduces:
-            self._bias.factor = None
-        elif self._split.coord:
-            self._bias.factor = 0
-        try:
+        factor = None if self._reduces else 0 if self._split.coord else 1
+        with self._bias.times(factor):
             return super().forward(x, **options)  # type: ignore[misc]
-        finally:
-            self._bias.factor = 1
-
-
-class AdaptedRowSplit(RowSplit):
-    """Mixin of the adapters around a linear whose input features are split: their products with it are partial sums
-    like its own, and are summed with these (see [Note: the base's plan] in `shardwise.plan.adapters`).
-
-    Communicates: what the linear alone does.
-    """
-
-    def forward(self, x: Tensor, **options: Any) -> Tensor:
-        """As that of `RowSplit`; `options` are those of PEFT's forward."""
-        if self._input_sizes is not None:
-            self._split.fork_rng("region", cast(nn.Module, self))  # what is dropped is this rank's own input
-        return self._reduced(x, **options)
-
-    def _linear(self) -> nn.Module:
-        return unwrapped(cast(nn.Module, self))
-
-
-class FirstRankBias:
-    """Mixin of a linear that computes a partial sum, of which only the first rank adds the bias."""
-
-    _split: SplitContext
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Args: x `[..., in]`. Returns a partial sum `[..., out]`."""
-        bias = self.bias if not self._split.coord else self.bias * 0  # type: ignore[attr-defined]
-        return F.linear(x, self.weight, bias)  # type: ignore[attr-defined]
 
 
 def apply_mixin(module: nn.Module, mixin: type, **attributes: Any) -> None:

@@ -14,7 +14,7 @@ from shardwise.comm.collectives import split_full
 from shardwise.compat.layers.split_module import Init, SplitModule, gather_features
 from shardwise.errors import UnsupportedError
 from shardwise.mesh import Mesh
-from shardwise.runtime.embedding import VocabularyEmbedding
+from shardwise.runtime.embedding import SplitEmbedding
 from shardwise.sharding.placement import split_even
 
 __all__ = ["StandaloneEmbedding"]
@@ -30,7 +30,7 @@ class _LookUp(SplitModule):
         return F.embedding(ids, self.weight, self.padding_idx, scale_grad_by_freq=self.scales_by_frequency)
 
 
-class StandaloneEmbedding(VocabularyEmbedding, _LookUp):
+class StandaloneEmbedding(SplitEmbedding, _LookUp):
     """An embedding that is divided over tp, by vocabulary (of any size) or by features.
 
     Args:
