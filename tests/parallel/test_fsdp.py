@@ -56,9 +56,6 @@ def go_through(layout, directory, out):
         shardwise.export_pretrained(model, out)
         with pytest.raises(UnsupportedError, match="resize"):
             model.resize_token_embeddings(200)
-        for part in (model, model.model.layers[0]):
-            with pytest.raises(UnsupportedError, match=r"a copy of a model(.|\n)*load or split another one"):
-                copy.deepcopy(part)
         return held, sum(value.numel() for value in expected.values())
 
 

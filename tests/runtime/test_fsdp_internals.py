@@ -81,9 +81,7 @@ class Unit:
             )
             for _ in range(3)
         ]
-        self.group = SimpleNamespace(
-            fsdp_params=self.fsdp_params, post_backward=lambda: self.reduce(), reduce_grads=reduces
-        )
+        self.group = SimpleNamespace(fsdp_params=self.fsdp_params, post_backward=self.reduce, reduce_grads=reduces)
         monkeypatch.setattr(fsdp_internals, "_groups", lambda unit: [unit.group])
 
     def set_reduce_scatter_unused_params(self, *arguments, **options):

@@ -9,6 +9,7 @@ import copy
 import peft
 import pytest
 import torch
+from torch.nn.utils import prune
 
 import shardwise
 from shardwise.errors import UnsupportedError
@@ -51,6 +52,11 @@ def with_lora(model):
     torch.manual_seed(4)
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     return peft.get_peft_model(model, config)
+
+
+def pruned(model):
+    prune.l1_unstructured(model.model.layers[0].self_attn.q_proj, "weight", 0.5)
+    return model
 
 
 def loss_of(model, batch):
@@ -98,19 +104,19 @@ def test_models_that_were_changed_after_the_split_train_as_unsplit_ones(on_ranks
     assert not any(on_ranks(train, layout=layout.removesuffix("+sp")))
 
 
-def refuse_adapters(mesh):
+def refuse_change(mesh, change):
     model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1), mesh)
-    before = dict(model.named_modules())
+    wrapped = with_lora(model) if change == "with_lora" else pruned(model)
     with pytest.raises(UnsupportedError) as raised:
-        with_lora(model)
-    assert dict(model.named_modules()) == before
+        shardwise.build_optimizer(wrapped, torch.optim.AdamW)
     return str(raised.value)
 
 
+@pytest.mark.parametrize("change", ["with_lora", "pruned"])
 @pytest.mark.parametrize("layout", ["tp2"])
-def test_adapters_around_what_is_split_are_refused_at_once(on_ranks, layout):
-    for text in on_ranks(refuse_adapters):
-        assert "an adapter around model.layers.0.self_attn.q_proj, which is split already" in text
+def test_what_is_trained_in_place_of_split_parameters_is_refused(on_ranks, layout, change):
+    for text in on_ranks(refuse_change):
+        assert "model.layers.0.self_attn.q_proj" in text and "which came into the model after it was split" in text
 
 
 def step_with_a_stranger(mesh):

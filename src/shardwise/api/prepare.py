@@ -30,7 +30,7 @@ from shardwise.parallel.apply import apply_plan, check_axes, check_unsplit
 from shardwise.parallel.compiled import check_compilation
 from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts, read_stacks
-from shardwise.parameters.local_parameter import guard_parameters
+from shardwise.parameters.assigned import check_assignments
 from shardwise.parameters.registry import Registry, is_split
 from shardwise.parameters.source import note_source
 from shardwise.pipeline.forward import apply_pipeline
@@ -43,7 +43,6 @@ from shardwise.probe.label_use import find_label_use
 from shardwise.probe.layer_order import find_layer_order
 from shardwise.runtime.adapter_facts import without_adapters
 from shardwise.runtime.adapters import find_model
-from shardwise.runtime.wrapping import refuse_wrapping
 from shardwise.search.planning import plan_for
 from shardwise.sharding.json_form import from_json, to_json
 from shardwise.topology.shape import MeshShape
@@ -84,10 +83,8 @@ def complete_split(model: nn.Module, registry: Registry) -> None:
     track_gradients(model, registry)
     apply_pipeline(model, registry)
     watch_optimizers()
-    guard_parameters(model)
+    check_assignments(model)
     note_source(model, registry)
-    if registry.mesh.shape.world_size > 1:
-        refuse_wrapping(model)
 
 
 def check_options(shape: MeshShape, spec: ParallelSpec) -> None:

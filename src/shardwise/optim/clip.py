@@ -12,8 +12,7 @@ from shardwise.errors import ConfigError
 from shardwise.optim.gradients import gradients_of
 from shardwise.optim.summing import multiply
 from shardwise.parameters.at_rest import held_parameters
-from shardwise.parameters.local_gradient import complete_norms, norm_of_owned
-from shardwise.parameters.local_parameter import hidden
+from shardwise.parameters.norms import complete_norms, norm_of_owned
 from shardwise.parameters.registry import ParameterEntry, Registry, entry_of, local_part, registry_of
 
 __all__ = ["clip_grad_norm_"]
@@ -49,8 +48,7 @@ def clip_grad_norm_(
         raise ConfigError(f"norm_type must be positive or math.inf, got {norm_type!r}", fix="2 is the usual one")
     if not isinstance(max_norm, int | float | Tensor) or not max_norm >= 0:
         raise ConfigError(f"max_norm must be at least 0, got {max_norm!r}", fix="math.inf clips nothing")
-    with hidden():
-        chosen, registry = _gradients(parameters)
+    chosen, registry = _gradients(parameters)
     total = norm_of_owned(chosen, norm_type)
     if registry is not None:
         total = complete_norms(total, registry, norm_type)

@@ -17,10 +17,9 @@ stages hold is summed over them last.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +34,6 @@ from shardwise.optim.summing import complete_gradients, scale_back_to_partial, t
 from shardwise.parameters.added import adopt_parameters, note_inputs
 from shardwise.parameters.at_rest import forget_unreduced
 from shardwise.parameters.local_gradient import as_local_gradient
-from shardwise.parameters.local_parameter import functional_refused
 from shardwise.parameters.registry import (
     ParameterEntry,
     Registry,
@@ -44,6 +42,7 @@ from shardwise.parameters.registry import (
     mark,
     registry_of,
 )
+from shardwise.runtime.wrapping import refuse_wrapped
 
 __all__ = ["Gradients", "LossScale", "gradients_of", "track_gradients"]
 
@@ -110,7 +109,6 @@ class Gradients:
         is_scaled = precision is not None and precision.compute == "float16"
         self.loss_scale = LossScale(registry.mesh.device) if is_scaled else None
         self._at_rest: dict[int, nn.Parameter] = {}
-        self._arriving: dict[int, ParameterEntry] = {}
         self._is_partial = self._has_noted = False
         self.is_put_off = False
         self.is_in_step = False
@@ -187,8 +185,6 @@ class Gradients:
         if not self._is_partial:
             return
         self._is_partial = False
-        if not self._is_pipeline:
-            self._refuse_functional()
         complete_gradients(self._find_summed(), self.registry)
         if self._is_pipeline and not self._has_noted:
             self._note_idle_stages()
@@ -282,31 +278,21 @@ class Gradients:
 
         def arrive(gradient: Tensor) -> None:
             self._begin(gradient)
-            self._arriving[id(entry)] = entry
+            _check_accumulated(parameter, entry)
 
-        def stay(parameter: Tensor) -> None:
-            self._arriving.pop(id(entry), None)
-
-        Tensor.register_hook(parameter, arrive)  # not the parameter's own, which is an error under FSDP2
-        Tensor.register_post_accumulate_grad_hook(parameter, stay)
-        for name in ("register_hook", "register_post_accumulate_grad_hook"):
-            if name not in parameter.__dict__:  # FSDP2's reason is another
-                setattr(parameter, name, functools.partial(_refuse_hook, entry.fqn, name))
-
-    def _refuse_functional(self) -> None:
-        """Raises where gradients have come that were not put into `.grad`."""
-        names = [entry.fqn for entry in self._arriving.values()]
-        self._arriving.clear()
-        if names:
-            raise functional_refused(names[0] + f" and {len(names) - 1} more" * (len(names) > 1))
+        parameter.register_hook(arrive)
 
 
-def _refuse_hook(fqn: str, name: str, hook: Any) -> NoReturn:
-    raise UnsupportedError(
-        f"{name} on {fqn}, of whose gradient every rank computes a part",
-        why="the hook would be given this rank's part, before it is summed",
-        fix="change parameter.grad after backward()",
-    )
+def _check_accumulated(parameter: nn.Parameter, entry: ParameterEntry) -> None:
+    """Raises where the backward under way hands out the parameter's gradient, before ranks have summed it."""
+    try:
+        torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
+    except RuntimeError:  # torch's answer for a leaf whose gradient is handed out
+        raise UnsupportedError(
+            f"torch.autograd.grad of {entry.fqn}",
+            why="every rank holds a term of the sum that its gradient is, and nobody has summed these yet",
+            fix="call backward(), after which parameter.grad is complete",
+        ) from None
 
 
 def track_gradients(model: nn.Module, registry: Registry) -> Gradients:
@@ -330,6 +316,8 @@ def gradients_of(model: nn.Module) -> Gradients:
     gradients: Gradients | None = root.__dict__.get(_ATTRIBUTE) if root is not None else None
     if gradients is None:
         raise LayoutError(f"the gradients of this {type(model).__name__} are not tracked")
+    if model is not root:
+        refuse_wrapped(model)
     if gradients.model is not model and any(module is gradients.model for module in model.modules()):
         gradients.model = model
     return gradients

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.optim.elementwise import check_optimizer
@@ -19,7 +19,6 @@ from shardwise.optim.gradients import gradients_of
 from shardwise.optim.nonfinite import mind_nonfinite
 from shardwise.optim.plain_step import inner_of, stepping_class, with_fused
 from shardwise.parameters.at_rest import copy_out_of_mmap
-from shardwise.parameters.local_parameter import hide, show
 from shardwise.parameters.registry import canonical_entries, entry_of, registry_of
 from shardwise.plan.match import match
 from shardwise.plan.options import check_kind
@@ -85,7 +84,6 @@ def watch_optimizers() -> None:
     as it would update the full ones, or refuse to. Other optimizers are left alone.
     """
     register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(lambda *_: show())
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -101,7 +99,6 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
     closure = given.arguments.get("closure")
     if closure is None:
         _finish(models, optimizer)
-        hide()
         return None
 
     def with_finish() -> Any:

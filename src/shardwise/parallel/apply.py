@@ -17,7 +17,7 @@ from shardwise.parallel.precision import apply_precision
 from shardwise.parallel.recompute import apply_recomputation
 from shardwise.parallel.sequence_parallel import apply_sequence_parallelism
 from shardwise.parallel.stages import apply_stages, fit_absent
-from shardwise.parallel.state_dict_guard import guard_hooks, guard_state_dict
+from shardwise.parallel.state_dict_guard import guard_state_dict
 from shardwise.parallel.tensor_parallel import apply_tensor_parallelism, split_parameters
 from shardwise.parameters.registry import Registry, attach_registry, entries_of, is_split, note_parameters
 from shardwise.plan.decision import SplitPlan
@@ -58,7 +58,7 @@ def apply_plan(
     split_parameters(model, registry)
     if plan.tp_size > 1:
         apply_tensor_parallelism(model, registry)
-        apply_sequence_parallelism(model, registry, embedding=plan.embedding if plan.direct else None)
+        apply_sequence_parallelism(model, registry)
     # FSDP2 keeps the head gathered until its backward, but not in pipelines, nor in units that were asked for.
     if mesh.size("fsdp") == 1 or (plan.pipeline is None and spec.fsdp.units is None):
         apply_deferral(head, context, _most_classes(head, context))
@@ -79,7 +79,6 @@ def apply_plan(
     apply_data_parallelism(model, registry, spec.fsdp)
     compute_dtype = getattr(torch, spec.precision.compute) if spec.precision is not None else dtype
     fit_absent(registry, compute_dtype=compute_dtype)
-    guard_hooks(model, registry)
     return registry
 
 

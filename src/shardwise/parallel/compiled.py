@@ -25,7 +25,6 @@ from torch import nn
 from transformers import Cache
 
 from shardwise.errors import ConfigError, UnsupportedError, did_you_mean, one_line
-from shardwise.parameters.local_parameter import hidden
 from shardwise.parameters.registry import Registry
 from shardwise.plan.options import Compile, check_choice
 from shardwise.plan.structure import outermost_layers
@@ -84,7 +83,7 @@ class Compiled:
         state = self._compiled_context.state
         state.enter_rows(state.stack_rows if self._compiled_stack is not None else 0)
         try:
-            with hidden(), self._compiled_settings():
+            with self._compiled_settings():
                 return self._compiled_forward(self, *args, **kwargs)
         except (Unsupported, UncapturedHigherOrderOpError, UserError) as error:
             raise _not_whole(self._compiled_name, error) from error

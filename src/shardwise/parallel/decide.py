@@ -9,7 +9,6 @@ from torch import nn
 from shardwise.estimate.cuts import cut
 from shardwise.estimate.flops import count_work
 from shardwise.parallel.facts import find_decoder, read_windows
-from shardwise.parallel.sequence_parallel import is_direct
 from shardwise.plan.adapters import stages_with_adapters, with_adapters
 from shardwise.plan.data_axes import with_data_axes
 from shardwise.plan.decision import SplitPlan
@@ -61,6 +60,5 @@ def decide_split(
         plan,
         stacks=facts.stacks,
         norms=norms,
-        direct=is_direct(model, plan, facts.embedding),
         work=count_work(facts, trained, read_windows(model)),
     )

@@ -6,16 +6,14 @@ In a pipeline each stage of a rank is a root of its own: torch's runtime gathers
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from shardwise.errors import UnsupportedError
@@ -24,7 +22,6 @@ from shardwise.parameters.at_rest import forget_unreduced, reshard
 from shardwise.parameters.registry import Registry, attach_registry
 from shardwise.plan.options import FsdpPolicy
 from shardwise.plan.structure import nearest, outermost, outermost_layers, parent_of, upwards
-from shardwise.runtime.embedding import SplitEmbedding
 from shardwise.runtime.fsdp_internals import (
     carry_over_changes,
     free_after_evaluation,
@@ -65,36 +62,15 @@ def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPol
         _shard_root(model, units, registry, kept_replicated)
         # transformers looks models up by the name of their class, and exports write it down
         names = {"__module__": own_class.__module__, "__qualname__": own_class.__qualname__, "_orig_cls_mro_index": 3}
-        model.__class__ = type(own_class.__name__, (type(model),), {**names, "__copy__": _refuse_copy})
+        model.__class__ = type(own_class.__name__, (type(model),), names)
         registry.data_root = model
     else:
         for stage in registry.stages.own:
             units = _units_of_stage(model, stage, registry)
             registry.stage_roots[stage] = root = StageRoot(model, stage, registry, units)
             _shard_root(root, units, registry, kept_replicated)
-    _refuse_hooks(model)
     model.zero_grad = MethodType(_zero_grad, model)  # type: ignore[method-assign]
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.__dict__["__deepcopy__"] = _refuse_copy  # which `copy` looks for on the module itself
-        module.__dict__["share_memory"] = _refuse_sharing
     attach_registry(model, registry)
-
-
-def _refuse_copy(memo: Any) -> NoReturn:
-    raise UnsupportedError(
-        "a copy of a model, or of a part of one, over fsdp or ddp",
-        why="FSDP2 gathers and reduces the parameters of the one that it was given",
-        fix="load or split another one, or keep shardwise.full_state_dict(model)",
-    )
-
-
-def _refuse_sharing() -> NoReturn:
-    raise UnsupportedError(
-        "share_memory of a model, or a part of one, over fsdp or ddp",
-        why="FSDP2 frees and fills the memory of parameters as it needs them",
-        fix="start ranks, each of which splits or loads a model of its own (shardwise run, torchrun)",
-    )
 
 
 def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
@@ -281,7 +257,7 @@ def _is_plain_embedding(module: nn.Module) -> bool:
     return (
         isinstance(module, nn.Embedding)
         and not list(module.children())
-        and forwards <= {"Embedding", SplitEmbedding.__name__}
+        and not forwards - {"Embedding", "SplitEmbedding"}
     )
 
 
@@ -289,22 +265,11 @@ def _check_hooks(model: nn.Module) -> None:
     """Raises `UnsupportedError` where a parameter has a hook for its gradient, which FSDP2 would never call."""
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks:
-            _refuse_hook(name)
-
-
-def _refuse_hooks(model: nn.Module) -> None:
-    """Makes it an error to register one later."""
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            parameter.register_hook = functools.partial(_refuse_hook, name)  # type: ignore[method-assign]
-
-
-def _refuse_hook(name: str, *_: Any) -> NoReturn:
-    raise UnsupportedError(
-        f"register_hook on {name}, which data ranks share",
-        why="FSDP2 reduces the gradient and puts it in place itself: such a hook would never run",
-        fix="change parameter.grad after backward(), or use parameter.register_post_accumulate_grad_hook",
-    )
+            raise UnsupportedError(
+                f"register_hook on {name}, which data ranks share",
+                why="FSDP2 reduces the gradient and puts it in place itself: such a hook would never run",
+                fix="change parameter.grad after backward(), or use parameter.register_post_accumulate_grad_hook",
+            )
 
 
 def _check(policy: FsdpPolicy, mesh: Mesh) -> None:

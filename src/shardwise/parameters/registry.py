@@ -32,7 +32,6 @@ from shardwise.plan.structure import fqn_of
 from shardwise.runtime.casting import Casting
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.fsdp_internals import Uses
-from shardwise.runtime.wrapping import refuse_flattening
 from shardwise.sharding.boxes import slices
 from shardwise.sharding.layout import Layout, Piece
 from shardwise.sharding.placement import Chunk, Held, Split
@@ -305,8 +304,6 @@ def attach_entry(owner: nn.Module, name: str, entry: ParameterEntry) -> None:
     parameter = owner._parameters[name]
     assert parameter is not None
     mark(parameter, entry)
-    if entry.registry.mesh.shape.world_size > 1:
-        refuse_flattening(parameter)
 
 
 def entries_of(owner: nn.Module) -> Mapping[str, ParameterEntry]:
@@ -378,18 +375,17 @@ def canonical_entries(model: nn.Module) -> dict[str, ParameterEntry]:
 
 
 class LocalGradient:
-    """What a gradient is that knows of which full one it is a part; see `shardwise.parameters.local_gradient`."""
-
-    def local(self) -> Tensor:
-        """What this rank holds, as a plain tensor that shares its memory."""
-        raise NotImplementedError
+    """Base of gradients that answer for the full one; see `shardwise.parameters.local_gradient`."""
 
 
 def local_part(value: Tensor) -> Tensor:
-    """What this rank holds of a parameter or gradient, as a plain tensor that shares its memory."""
+    """The part of a parameter or gradient that this rank holds, as a plain tensor that shares its memory."""
+    if isinstance(value, DTensor):
+        return value._local_tensor.detach()
     if isinstance(value, LocalGradient):
-        return value.local()
-    return value._local_tensor.detach() if isinstance(value, DTensor) else value
+        with torch._C.DisableTorchFunctionSubclass():
+            return value.as_subclass(Tensor)
+    return value
 
 
 def registry_of(model: nn.Module) -> Registry:

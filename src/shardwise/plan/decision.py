@@ -87,8 +87,6 @@ class SplitPlan:
         tied: alias FQN of every tied parameter to its canonical FQN.
         units: FQNs of the modules that data parallelism gathers together (see [Note: units]).
         norms: FQN of every norm over split features, to what it computes.
-        direct: whether the rows of the input embedding are all that enters the one stack of layers, so that their sum
-            over ranks can wait for its entry.
         pipeline: how the model is cut into stages; None without pp.
         weights: FQN of every module that computes with a weight of another module's, to the weight's: what adapters are
             around.
@@ -114,7 +112,6 @@ class SplitPlan:
     stacks: tuple[LayerStack, ...] = ()
     units: tuple[tuple[str, ...], ...] = ()
     norms: Mapping[str, NormFormula] = field(default_factory=dict)
-    direct: bool = False
     pipeline: PipelinePlan | None = None
     weights: Mapping[str, str] = field(default_factory=dict)
     work: TokenWork = field(default_factory=TokenWork)

@@ -19,14 +19,13 @@ class SplitEmbedding:
     any size, or some features of every row.
 
     Communicates: over tp, of rows one all-reduce of the looked-up rows forward, of features one all-gather; nothing
-    backward. Nothing at all where the entry of the layer stack sums rows (`SplitContext.defer_embedding`).
+    backward.
     """
 
     _split: SplitContext
     _sizes: tuple[int, ...] | None = None  # of features on each rank; None: rows are split
     _start: int
     _vocabulary_size: int
-    _may_defer = False
 
     def forward(self, ids: Tensor, **options: Any) -> Tensor:
         """Args: ids int `[...]`, the same on every tp rank. Returns `[..., hidden]`.
@@ -46,9 +45,6 @@ class SplitEmbedding:
             values = weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum()
         else:
             values = look_up(local.masked_fill(outside, 0), **options).masked_fill(outside.unsqueeze(-1), 0)
-        if self._split.state.defer_embedding and self._may_defer:
-            self._split.state.holds_partial_rows = True
-            return values
         return reduce_from_region(values, self._split.group)
 
     def _check_ids(self, ids: Tensor) -> None:

@@ -82,10 +82,6 @@ class ForwardState:
         stack_rows: batch size of what entered the stack of layers under way.
         rows: batch size of what entered the region under way, 0 where that was flattened to tokens.
         keep_logits_split: whether the forward computes its loss inside, so that logits stay split.
-        defer_embedding: whether the vocabulary embedding, if it is called now, returns its partial sums for the entry
-            of the stack to reduce: only on the way there, never for a caller from outside.
-        holds_partial_rows: whether it has done so (not where a caller passes `inputs_embeds`).
-        hands_out_hidden: whether the caller is given the hidden states of all layers.
         entered: what has entered regions lately and what they were given for it (see [Note: entered once]).
         sums: what row-split linears have summed in the region under way (see [Note: after the sum]); None outside.
         pending_sum: the partial sum of a region that is left to a later one of the same layer.
@@ -100,9 +96,6 @@ class ForwardState:
     stack_rows: int = 0
     rows: int = 0
     keep_logits_split: bool = False
-    defer_embedding: bool = False
-    holds_partial_rows: bool = False
-    hands_out_hidden: bool = False
     entered: Entered = field(default_factory=Entered)
     sums: list[Sum] | None = None
     pending_sum: torch.Tensor | None = None
@@ -135,7 +128,6 @@ class ForwardState:
 
     def end_layers(self) -> None:
         """Ends what stacks of layers, and what runs before them, have under way."""
-        self.defer_embedding = self.holds_partial_rows = False
         self.entered.clear()
         self.sums = self.pending_sum = self.open_stack = None
         self.restore_rng("layer")

@@ -51,7 +51,7 @@ def compute_norm(
 
 
 def moments_of(values: Tensor, *, centered: bool) -> tuple[Tensor | None, Tensor]:
-    """The mean (None unless `centered`) and the mean square around it, each `[..., 1]`, of `values` `[..., features]`."""
+    """The mean (None unless `centered`) and the mean square around it, `[..., 1]` of `values` `[..., features]`."""
     if not centered:
         return None, values.pow(2).mean(-1, keepdim=True)
     variance, mean = torch.var_mean(values, -1, correction=0, keepdim=True)

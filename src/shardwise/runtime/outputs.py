@@ -52,9 +52,6 @@ def install_outputs(
     def begin(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if not context.is_under_way:
             context.begin_forward(module)
-        config = getattr(module, "config", None)
-        asked = kwargs.get("output_hidden_states", getattr(config, "output_hidden_states", False))
-        context.state.hands_out_hidden |= bool(asked)
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
         lengths = [context.state.lengths[stack] for stack in stacks if stack in context.state.lengths]

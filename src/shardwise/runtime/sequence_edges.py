@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import gather_full, gather_to_region, scatter_from_region, split_full
+from shardwise.comm.collectives import gather_full, gather_to_region, split_full
 from shardwise.errors import LayoutError
 from shardwise.runtime.arguments import change_arguments, change_hidden, map_first
 from shardwise.runtime.context import SplitContext
@@ -121,10 +121,6 @@ def _install_rng(layer: nn.Module, context: SplitContext) -> None:
 def _split_sequence(x: Tensor, stack: str, context: SplitContext) -> Tensor:
     context.state.open_stack = stack
     context.state.stack_rows, context.state.lengths[stack] = x.shape[:2]
-    context.state.defer_embedding = False
-    if context.state.holds_partial_rows:
-        context.state.holds_partial_rows = False
-        return scatter_from_region(pad(x, 1, context.size), context.group, dim=1)
     return own_part(x, context)
 
 

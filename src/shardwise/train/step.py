@@ -35,7 +35,6 @@ from shardwise.mesh import Mesh
 from shardwise.optim.gradients import gradients_of
 from shardwise.optim.late import Late
 from shardwise.optim.summing import multiply_gradients, time_reduction
-from shardwise.parameters.local_parameter import hidden
 from shardwise.parameters.registry import registry_of
 from shardwise.pipeline.outputs import check_asked_outputs
 from shardwise.pipeline.runner import PipelineRunner, runner_of
@@ -193,10 +192,6 @@ class TrainStep:
             one all-reduce of the loss.
         """
         self.mesh.note_step()
-        with hidden():
-            return self._step(batch)
-
-    def _step(self, batch: Mapping[str, Any]) -> StepResult:
         described = self._describe()
         fault, checked = None, None
         try:

@@ -1,0 +1,87 @@
+"""Assignments to `data` of parameters of which ranks hold parts: taken, or an error in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils
+
+from shardwise.errors import UnsupportedError
+from shardwise.parameters.registry import entries_of, find_parameters
+
+__all__ = ["check_assignments"]
+
+_DATA: Any = Tensor.data
+
+
+class _AssignedDTensor(DTensor):
+    """A parameter that takes the parts of a `DTensor` assigned to `data`: torch would go on with what it had."""
+
+    def _get_data(self) -> Any:
+        return _DATA.__get__(self)
+
+    def _set_data(self, value: Tensor) -> None:
+        def kind(x: Any) -> Any:
+            return isinstance(x, DTensor) and (x.shape, x.dtype, x.placements)
+
+        if kind(value) != kind(self):
+            raise _refused(f"p.data = a {type(value).__name__} of {list(value.shape)}", self)
+        with torch.no_grad():
+            self._local_tensor.copy_(value._local_tensor)  # type: ignore[attr-defined]  # a `DTensor`
+
+    data = property(_get_data, _set_data)
+
+    def detach(self) -> Any:
+        """Torch's, of the same class, as `nn.Parameter` demands."""
+        value = super().detach()
+        value.__class__ = type(self)
+        return value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = memo[id(self)] = nn.Parameter(DTensor.detach(self).clone(), self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return DTensor.detach(self).__reduce_ex__(protocol)
+
+
+def check_assignments(model: nn.Module) -> None:
+    """Has parameters of a split model take what is assigned to their `data`, or raise: over the data axes at once, over
+    tp alone when the model is next called in training.
+    """
+    for _, parameter, _ in find_parameters(model):
+        known: Any = parameter
+        if type(known) is DTensor:
+            known.__class__ = _AssignedDTensor
+    split = [
+        (module, name, entry.layout.local_shape(entry.registry.mesh.coords))
+        for module in model.modules()
+        for name, entry in entries_of(module).items()
+        if entry.split is not None and name in module._parameters and entry.data != "managed"
+    ]
+
+    def check(*_: Any) -> None:
+        for module, name, shape in split if torch.is_grad_enabled() else ():
+            parameter = module._parameters.get(name)
+            if parameter is not None and parameter.shape != shape:
+                raise _refused(f"{name} of a {type(module).__name__}, of {list(parameter.shape)}", parameter)
+
+    if split:
+        model.register_forward_pre_hook(check, prepend=True)
+
+
+def _refused(what: str, parameter: Any) -> UnsupportedError:
+    shape = tuple(getattr(parameter, "_local_tensor", parameter).shape)
+    return UnsupportedError(
+        f"{what}, of a parameter of which this rank holds a part",
+        why=f"that is {shape} of {parameter.dtype}, split as before",
+        fix="assign what was made of p (p.data * 0.5, a clone of p), or load full tensors by load_state_dict",
+    )
+
+
+for _types in (torch_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+    _types.append(_AssignedDTensor)  # as torch does for `DTensor`
