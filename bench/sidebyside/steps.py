@@ -20,7 +20,6 @@ from transformers.utils import logging as transformers_logging
 
 import shardwise
 from shardwise.comm.count import CommunicationCount
-from shardwise.parallel.compiled import count_compilation
 from sidebyside.ranks import SCRATCH
 
 __all__ = [
@@ -110,7 +109,7 @@ def measure(
             losses[name] = contender.step(batch)
             for _ in range(2 if contender.is_compiled else 0):  # whether later steps compile again
                 contender.step(batch)
-            compiled[name] = str(count_compilation()) if contender.is_compiled else ""
+            compiled[name] = _compiled() if contender.is_compiled else ""
         counts = {name: _count(contender, batch) for name, contender in contenders.items()}
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
         for number in range(rounds + 2):
@@ -228,6 +227,11 @@ def _check_really_split(model: nn.Module, mesh: shardwise.Mesh) -> None:
         raise SystemExit(
             f"transformers holds {share:.0%} of the model on a rank of {mesh.size('tp')}: nothing to compare"
         )
+
+
+def _compiled() -> str:
+    breaks = sum(counters["graph_break"].values())
+    return f"{counters['stats']['unique_graphs']} graph(s), {breaks} graph break(s)"
 
 
 def _count(contender: Contender, batch: Mapping[str, Tensor]) -> CommunicationCount:

@@ -162,10 +162,36 @@ def test_optimizers_that_draw_random_numbers_are_refused_where_ranks_hold_copies
     with fake_mesh(shardwise.MeshShape.parse(layout)) as mesh:
         model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1).bfloat16(), mesh)
         if layout == "fsdp2":
-            assert shardwise.build_optimizer(model, Drawing, lr=1e-3)
+            assert shardwise.build_optimizer(model, Drawing, lr=1e-3, elementwise=True)
         else:
-            with pytest.raises(UnsupportedError, match="Drawing on parameters that several ranks hold"):
+            with pytest.raises(UnsupportedError, match=r"Drawing on parameters(.|\n)*it is not elementwise"):
                 shardwise.build_optimizer(model, Drawing, lr=1e-3)
+
+
+class Normed(torch.optim.SGD):
+    """Updates by gradients divided by their norms, as LAMB does."""
+
+    def step(self, closure=None):
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            parameter.grad /= parameter.grad.norm()
+        super().step(closure)
+
+
+class Scaled(torch.optim.SGD):
+    """Elementwise, and not torch's."""
+
+
+@pytest.mark.single
+@pytest.mark.parametrize("layout", ["tp2", "ddp2"])
+def test_other_classes_are_tried_on_halves_where_ranks_hold_parts(layout):
+    with fake_mesh(shardwise.MeshShape.parse(layout)) as mesh:
+        model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1), mesh)
+        assert shardwise.build_optimizer(model, Scaled, lr=1e-3)
+        if layout == "ddp2":
+            assert shardwise.build_optimizer(model, Normed, lr=1e-3)
+        else:
+            with pytest.raises(UnsupportedError, match=r"Normed on parameters(.|\n)*it is not elementwise"):
+                shardwise.build_optimizer(model, Normed, lr=1e-3)
 
 
 @pytest.mark.single
@@ -258,7 +284,8 @@ def test_what_is_not_elementwise_is_refused(on_ranks, layout, name):
     first, second = on_ranks(refused)
     assert first == second
     for text in first:
-        assert f"{name} over fsdp" in text if name == "Rprop" else f"{name} on parameters of which" in text
+        assert f"{name} on parameters of this split model" in text
+        assert ("cannot update DTensors" if name == "Rprop" else "it is not elementwise") in text
 
 
 def update_copies(mesh, name):

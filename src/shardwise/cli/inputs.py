@@ -68,7 +68,6 @@ def compilation_of(chosen: CompilationConfig, device: torch.device) -> Compile |
         dynamic=chosen.dynamic,
         mode=chosen.mode,
         options=chosen.options or None,
-        async_tp=chosen.async_tp,
     )
 
 

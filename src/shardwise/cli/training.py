@@ -37,7 +37,6 @@ from shardwise.data.rows import Rows
 from shardwise.errors import BatchError, ConfigError, LoadError, ShardwiseError, counted
 from shardwise.mesh import Mesh
 from shardwise.optim.clip import clip_grad_norm_
-from shardwise.parallel.compiled import count_compilation
 from shardwise.parameters.registry import find_parameters, local_part, registry_of
 from shardwise.plan.options import ParallelSpec
 from shardwise.runtime.adapters import find_model
@@ -189,8 +188,6 @@ def _components(
 def _finish(setup: _Setup, model: torch.nn.Module, batches: BatchesAhead) -> None:
     """Exports the model, and writes where the reading of the data stands."""
     config, console = setup.config, setup.console
-    if setup.spec.compilation is not None:
-        console.print(f"compiled {count_compilation()}")
     try:
         if config.export is not None:
             _export(model, config, config.export, setup.tokenizer)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.errors import ConfigError, UnsupportedError
-from shardwise.optim.elementwise import check_optimizer
+from shardwise.optim.elementwise import assume_elementwise, check_optimizer
 from shardwise.optim.gradients import gradients_of
 from shardwise.optim.nonfinite import mind_nonfinite
 from shardwise.optim.plain_step import inner_of, stepping_class, with_fused
@@ -34,7 +34,12 @@ Groups = Sequence[Mapping[str, Any]] | Callable[[str, Tensor], Mapping[str, Any]
 
 
 def build_optimizer(
-    model: nn.Module, optimizer_class: type[torch.optim.Optimizer], *, groups: Groups = (), **options: Any
+    model: nn.Module,
+    optimizer_class: type[torch.optim.Optimizer],
+    *,
+    groups: Groups = (),
+    elementwise: bool = False,
+    **options: Any,
 ) -> torch.optim.Optimizer:
     """An optimizer over the parameters of a split model that require gradients.
 
@@ -48,6 +53,8 @@ def build_optimizer(
             parameter holds: `[{"max_dims": 1, "weight_decay": 0.0}, {"params": "model.layers.0.**", "lr": 1e-5}]`,
             where `max_dims` 1 means vectors and scalars, and `params` is a pattern of names or several; or a function
             of name and parameter that returns the options.
+        elementwise: whether a class that is not torch's is taken to update every element by itself, alike on ranks that
+            hold the same; by default it is tried on tiny tensors.
         options: its keyword arguments (`lr`, `weight_decay`, …).
 
     Returns:
@@ -74,6 +81,8 @@ def build_optimizer(
     options = with_fused(optimizer_class, options, list(trained.values()))
     optimizer = stepping_class(optimizer_class)(_grouped(trained, groups, others), **options)
     optimizer.__dict__[_MODEL] = weakref.ref(model)
+    if elementwise:
+        assume_elementwise(optimizer)
     check_optimizer(optimizer, options)
     return optimizer
 

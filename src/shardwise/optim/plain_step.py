@@ -22,7 +22,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from shardwise.parameters.registry import entry_of, local_part
 
-__all__ = ["KEPT_BY_STEPS", "inner_of", "leave_out", "stepping_class", "takes_left_out", "with_fused"]
+__all__ = ["KEPT_BY_STEPS", "class_of", "inner_of", "leave_out", "stepping_class", "takes_left_out", "with_fused"]
 
 _PARTS = "_shardwise_parts"
 _LEFT_OUT = "_shardwise_left_out"
@@ -76,6 +76,12 @@ def _stepping(optimizer_class: Any) -> type[torch.optim.Optimizer]:
         "__doc__": optimizer_class.__doc__,
     }
     return type(optimizer_class.__name__, (optimizer_class,), names)
+
+
+def class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """The class that an optimizer was asked for: torch's in place of one that steps over plain tensors."""
+    kind = type(optimizer)
+    return next((base for base in _FUSED if kind is _stepping(base)), kind)
 
 
 def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -10,11 +10,11 @@ from shardwise.loss.deferred_logits import apply_deferral
 from shardwise.mesh import Mesh
 from shardwise.parallel.adapters import apply_adapters
 from shardwise.parallel.caches import train_without_cache
-from shardwise.parallel.compiled import apply_compilation
+from shardwise.parallel.compiled import apply_compilation, check_compilation
 from shardwise.parallel.facts import output_head
-from shardwise.parallel.fsdp import apply_data_parallelism
+from shardwise.parallel.fsdp import apply_data_parallelism, check_data_parallelism
 from shardwise.parallel.precision import apply_precision
-from shardwise.parallel.recompute import apply_recomputation
+from shardwise.parallel.recompute import apply_recomputation, find_recomputed
 from shardwise.parallel.sequence_parallel import apply_sequence_parallelism
 from shardwise.parallel.stages import apply_stages, fit_absent
 from shardwise.parallel.state_dict_guard import guard_state_dict
@@ -51,6 +51,10 @@ def apply_plan(
         UnsupportedError: it asks for what this torch or device does not have.
     """
     context = SplitContext.of(mesh, has_dropout=has_dropout(model))
+    # First all checks, then all edits: a model that cannot be split stays as it is.
+    check_compilation(spec.compilation, context)
+    check_data_parallelism(model, spec.fsdp, mesh)
+    recomputed = find_recomputed(model, plan.stacks, spec.recompute)
     registry = Registry(mesh=mesh, plan=plan, context=context, tied=plan.tied)
     note_parameters(model, registry)
     apply_stages(model, registry)
@@ -73,7 +77,7 @@ def apply_plan(
     if devices and torch.device("meta") not in devices:
         model.to(mesh.device)
     apply_precision(model, registry, spec.precision)
-    apply_recomputation(model, registry, spec.recompute)
+    apply_recomputation(model, registry, spec.recompute, recomputed)
     apply_compilation(model, registry, spec.compilation, budget=spec.recompute.budget)
     train_without_cache(model, recomputes=spec.recompute.mode != "none")
     apply_data_parallelism(model, registry, spec.fsdp)

@@ -31,7 +31,7 @@ from shardwise.runtime.fsdp_internals import (
     units_of,
 )
 
-__all__ = ["StageRoot", "apply_data_parallelism"]
+__all__ = ["StageRoot", "apply_data_parallelism", "check_data_parallelism"]
 
 Unit = tuple[nn.Module, ...]
 Units = Mapping[tuple[str, ...], Unit]
@@ -40,16 +40,11 @@ Units = Mapping[tuple[str, ...], Unit]
 
 def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPolicy) -> None:
     """Gives the parameters of a split model (real or meta) to FSDP2, in place; names stay, parameters become `DTensor`s
-    over the data axes. Does nothing where there is one data rank.
-
-    Raises:
-        UnsupportedError: the policy asks for what this torch or device does not have.
+    over the data axes; see `check_data_parallelism`. Does nothing where there is one data rank.
     """
     mesh, registry.policy = registry.mesh, policy
     if mesh.data_mesh is None:
         return
-    _check(policy, mesh)
-    _check_hooks(model)
     kept_replicated = {
         parameter for name, parameter in model.named_parameters() if registry.entry(name).data == "reduced"
     }
@@ -261,18 +256,15 @@ def _is_plain_embedding(module: nn.Module) -> bool:
     )
 
 
-def _check_hooks(model: nn.Module) -> None:
-    """Raises `UnsupportedError` where a parameter has a hook for its gradient, which FSDP2 would never call."""
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks:
-            raise UnsupportedError(
-                f"register_hook on {name}, which data ranks share",
-                why="FSDP2 reduces the gradient and puts it in place itself: such a hook would never run",
-                fix="change parameter.grad after backward(), or use parameter.register_post_accumulate_grad_hook",
-            )
+def check_data_parallelism(model: nn.Module, policy: FsdpPolicy, mesh: Mesh) -> None:
+    """Raises where a model cannot be given to FSDP2 by this policy.
 
-
-def _check(policy: FsdpPolicy, mesh: Mesh) -> None:
+    Raises:
+        UnsupportedError: the policy asks for what this torch or device does not have, or a parameter has a hook for its
+            gradient, which FSDP2 would never call.
+    """
+    if mesh.data_mesh is None:
+        return
     if policy.symmetric_memory and mesh.device.type != "cuda":
         raise UnsupportedError(f"symmetric memory on {mesh.device}", why="it is NCCL's", fix="leave it out on CPUs")
     for wanted, method in (
@@ -282,4 +274,11 @@ def _check(policy: FsdpPolicy, mesh: Mesh) -> None:
         if wanted and not hasattr(FSDPModule, method):
             raise UnsupportedError(
                 f"torch {torch.__version__} has no FSDPModule.{method}", fix="use torch 2.13 or newer"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks:
+            raise UnsupportedError(
+                f"register_hook on {name}, which data ranks share",
+                why="FSDP2 reduces the gradient and puts it in place itself: such a hook would never run",
+                fix="change parameter.grad after backward(), or use parameter.register_post_accumulate_grad_hook",
             )

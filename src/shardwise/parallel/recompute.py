@@ -30,7 +30,7 @@ from shardwise.plan.structure import LayerStack, outermost, outermost_layers
 from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.region_edges import with_own_sums
 
-__all__ = ["apply_recomputation"]
+__all__ = ["apply_recomputation", "find_recomputed"]
 
 _aten = torch.ops.aten
 _PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default})
@@ -77,12 +77,9 @@ class Recomputed:
         return self._checkpoint(own, *args, **kwargs) if torch.is_grad_enabled() else own(*args, **kwargs)
 
 
-def apply_recomputation(model: nn.Module, registry: Registry, recompute: Recompute) -> None:
-    """Makes the modules that `recompute` names compute their forward again in backward, in place; names stay. What
+def apply_recomputation(model: nn.Module, registry: Registry, recompute: Recompute, names: Sequence[str]) -> None:
+    """Makes the modules called `names` (`find_recomputed`) compute their forward again in backward, in place. What
     transformers itself runs again (`gradient_checkpointing_enable`, before or after) belongs to its own forward, too.
-
-    Raises:
-        ConfigError: a pattern names no module, one module is inside another, or the model has no attention to name.
 
     Communicates: nothing; a recomputed forward repeats what it communicates.
     """
@@ -92,11 +89,9 @@ def apply_recomputation(model: nn.Module, registry: Registry, recompute: Recompu
             own["_gradient_checkpointing_func"] = _Resuming(own["_gradient_checkpointing_func"], registry)
         if isinstance(module, PreTrainedModel):
             own["_set_gradient_checkpointing"] = functools.partial(_enable_resuming, module, registry)
-    if recompute.mode in ("none", "budget"):  # a budget is kept by what compiles
-        return
     run = _RUNS.get(recompute.mode, functools.partial(checkpoint, use_reentrant=False))
     regions = {id(model.get_submodule(region.fqn)) for region in registry.plan.regions}
-    for module in _chosen(model, registry.plan.stacks, recompute):
+    for module in map(model.get_submodule, names):
         apply_mixin(module, Recomputed, _checkpoint=_Resuming(run, registry, is_region=id(module) in regions))
 
 
@@ -108,20 +103,27 @@ def _enable_resuming(
     type(model)._set_gradient_checkpointing(model, gradient_checkpointing_func=function, **options)
 
 
-def _chosen(model: nn.Module, stacks: Sequence[LayerStack], recompute: Recompute) -> list[nn.Module]:
+def find_recomputed(model: nn.Module, stacks: Sequence[LayerStack], recompute: Recompute) -> tuple[str, ...]:
+    """The names of the modules of an unsplit model that `recompute` asks for.
+
+    Raises:
+        ConfigError: a pattern names no module, one module is inside another, or the model has no attention to name.
+    """
+    if recompute.mode in ("none", "budget"):  # a budget is kept by what compiles
+        return ()
     if recompute.modules:
         return _matching(model, recompute.modules)
-    found = outermost_layers(stacks)[:: recompute.every]
+    names = outermost_layers(stacks)[:: recompute.every]
     if recompute.mode == "attention":
-        layers = tuple(f"{layer}." for layer in found)
-        found = tuple(name for name in _attentions(model) if name.startswith(layers))
-    if not found:
+        layers = tuple(f"{layer}." for layer in names)
+        names = tuple(name for name in _attentions(model) if name.startswith(layers))
+    if not names:
         what = "attention that is recognised" if recompute.mode == "attention" else "layers to recompute"
         raise ConfigError(f"{type(model).__name__} has no {what}", fix="name modules by pattern")
-    return [model.get_submodule(name) for name in found]
+    return names
 
 
-def _matching(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
+def _matching(model: nn.Module, patterns: tuple[str, ...]) -> tuple[str, ...]:
     names = [name for name, _ in model.named_modules() if name]
     for pattern in patterns:
         if not any(match(pattern, name) for name in names):
@@ -131,7 +133,7 @@ def _matching(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
         outer = next((each for each in chosen if name.startswith(f"{each}.")), None)
         if outer is not None:
             raise ConfigError(f"{name} is inside {outer}, and both are to be recomputed", fix="name only one of them")
-    return [model.get_submodule(name) for name in chosen]
+    return tuple(chosen)
 
 
 def _attentions(model: nn.Module) -> list[str]:

@@ -175,8 +175,6 @@ class Compile:
         dynamic: whether sequence lengths are left open: None compiles for the first length, and for any at the second.
         mode: of torch.compile: "default", "reduce-overhead", "max-autotune" or "max-autotune-no-cudagraphs".
         options: of the backend, by name, in place of a mode.
-        async_tp: have inductor compute products while their parts are gathered or scattered over tp (CUDA, with
-            sequence parallelism; covered by no test: it needs several GPUs).
 
     Raises:
         ConfigError: a value is none of those named, or they exclude each other.
@@ -186,7 +184,6 @@ class Compile:
     dynamic: bool | None = None
     mode: str | None = None
     options: Mapping[str, Any] | None = None
-    async_tp: bool = False
 
     def __post_init__(self) -> None:
         backend: object = self.backend
@@ -197,10 +194,6 @@ class Compile:
         if self.mode is not None and self.options:
             raise ConfigError(
                 f"Compile has mode {self.mode!r} and options", why="a mode is a set of options", fix="use one of both"
-            )
-        if self.async_tp and self.backend != "inductor":
-            raise ConfigError(
-                f"Compile async_tp with backend {self.backend!r}", why="inductor does it", fix='use backend="inductor"'
             )
 
 

@@ -83,8 +83,6 @@ class CompilationConfig:
     """Mode of torch.compile."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the backend by their names, in place of a mode."""
-    async_tp: bool = False
-    """Whether inductor computes products while their parts travel over tp: GPUs, sequence_parallel."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,9 +29,9 @@ from shardwise.lora.wrapper import guard_wrapper
 from shardwise.mesh import Mesh
 from shardwise.parallel.apply import check_unsplit
 from shardwise.parallel.facts import read_facts
-from shardwise.parallel.fsdp import apply_data_parallelism
+from shardwise.parallel.fsdp import apply_data_parallelism, check_data_parallelism
 from shardwise.parallel.materialize import put_tensor
-from shardwise.parallel.recompute import apply_recomputation
+from shardwise.parallel.recompute import apply_recomputation, find_recomputed
 from shardwise.parallel.stages import apply_stages, fit_absent
 from shardwise.parallel.starting_values import allocate_meta, initialize_meta
 from shardwise.parameters.canonical import local_tensor
@@ -153,13 +153,16 @@ def adopt_model(
     plan = replace(_plan(model, mesh, policy, is_cut=stages is not None), stacks=facts.stacks)
     if policy is not None:
         plan = with_data_axes(plan, facts, mesh.shape, stages)
+    check_data_parallelism(model, policy or FsdpPolicy(), mesh)
+    recompute = recompute or Recompute()
+    recomputed = find_recomputed(model, plan.stacks, recompute)
     registry = Registry(mesh=mesh, plan=plan, context=SplitContext.of(mesh), tied=plan.tied, local_state=True)
     note_parameters(model, registry)
     apply_stages(model, registry)
     attach_registry(model, registry)
     if not any(value.is_meta for value in model.parameters()):  # what is loaded lazily has nothing to move yet
         model.to(mesh.device)
-    apply_recomputation(model, registry, recompute or Recompute())
+    apply_recomputation(model, registry, recompute, recomputed)
     if policy is not None:
         apply_data_parallelism(model, registry, policy)
     fit_absent(registry, compute_dtype=None)
