@@ -19,7 +19,14 @@ from shardwise.parallel.declared_plans import declared_plan, vocabulary_plan
 from shardwise.parallel.facts import read_facts
 from shardwise.parameters.at_rest import copy_out_of_mmap
 from shardwise.parameters.canonical import local_tensor
-from shardwise.parameters.registry import entry_of, find_parameters, is_split, named_entries, registry_of
+from shardwise.parameters.registry import (
+    entry_of,
+    find_parameters,
+    is_split,
+    named_entries,
+    parameters_of,
+    registry_of,
+)
 from shardwise.plan.options import ParallelSpec
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.placement import Split
@@ -212,3 +219,24 @@ def test_a_model_that_was_never_split_says_so():
     with pytest.raises(LayoutError, match="Linear is not a model that Shardwise has split"):
         registry_of(nn.Linear(1, 1))
     assert not is_split(nn.Linear(1, 1))
+
+
+@pytest.mark.single
+def test_modules_are_walked_again_only_where_they_changed(monkeypatch):
+    with shardwise.Mesh.open("tp1") as mesh:
+        model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1), mesh)
+        view = parameters_of(model)
+        names = [name for name, _, _ in view]
+        walks = []
+        monkeypatch.setattr(nn.Module, "named_modules", lambda *_, **__: walks.append(1) or iter(()))
+        assert [name for name, _, _ in parameters_of(model)] == names and not walks
+        model.lm_head.weight.data = model.lm_head.weight.data.clone()
+        assert parameters_of(model) is view and not walks
+        monkeypatch.undo()
+        linear, model.model.norm = model.lm_head, nn.Sequential(model.model.norm)  # as PEFT puts adapters around
+        assert "model.norm.0.weight" in [name for name, _, _ in parameters_of(model)]
+        linear.scale = nn.Parameter(torch.ones(1))
+        assert {name: entry for name, _, entry in parameters_of(model)}["lm_head.scale"] is None
+        del linear.scale
+        assert len(list(parameters_of(model))) == len(names)
+        assert len(list(parameters_of(copy.deepcopy(model)))) == len(names)

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
 from shardwise.errors import UnsupportedError
-from tests.families import tiny_model
+from tests.families import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.spawn
 
@@ -24,6 +24,10 @@ def test_torchs_own_state_of_sharded_models_is_still_there(on_ranks, layout):
     assert on_ranks(read_state) == [21, 21]
 
 
+USES = [("DistributedDataParallel", use) for use in ("split", "train", "forward")]
+USES += [("FSDP", use) for use in ("split", "train")]
+
+
 def use_wrapped(mesh, wrapper, use):
     """What is said of a wrapped model that is split, or a split one that is wrapped."""
     wrap = {
@@ -32,6 +36,12 @@ def use_wrapped(mesh, wrapper, use):
     }[wrapper]
     if use == "split":
         model, door = wrap(tiny_model("llama")), lambda model: shardwise.parallelize(model, mesh)
+    elif use == "forward":
+        batch = tiny_batch(tiny_model("llama"))
+        model, door = (
+            DistributedDataParallel(shardwise.parallelize(tiny_model("llama"), mesh)),
+            lambda ddp: ddp(**batch),
+        )
     else:
         model = wrap(torch.nn.Sequential(shardwise.parallelize(tiny_model("llama"), mesh)))
         door = lambda model: shardwise.build_optimizer(model, torch.optim.SGD, lr=0.1)  # noqa: E731
@@ -40,8 +50,11 @@ def use_wrapped(mesh, wrapper, use):
     return str(raised.value)
 
 
-@pytest.mark.parametrize("use", ["split", "train"])
-@pytest.mark.parametrize("wrapper", ["DistributedDataParallel", "FSDP"])
+@pytest.mark.parametrize(
+    ("wrapper", "use"),
+    [("DistributedDataParallel", use) for use in ("split", "train", "forward")]
+    + [("FSDP", "split"), ("FSDP", "train")],
+)
 @pytest.mark.parametrize("layout", ["tp2"])
 def test_a_wrapped_model_is_neither_split_nor_trained(on_ranks, layout, wrapper, use):
     for message in on_ranks(use_wrapped):

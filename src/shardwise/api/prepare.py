@@ -43,6 +43,7 @@ from shardwise.probe.label_use import find_label_use
 from shardwise.probe.layer_order import find_layer_order
 from shardwise.runtime.adapter_facts import without_adapters
 from shardwise.runtime.adapters import find_model
+from shardwise.runtime.wrapping import refuse_ddp
 from shardwise.search.planning import plan_for
 from shardwise.sharding.json_form import from_json, to_json
 from shardwise.topology.shape import MeshShape
@@ -85,6 +86,8 @@ def complete_split(model: nn.Module, registry: Registry) -> None:
     watch_optimizers()
     check_assignments(model)
     note_source(model, registry)
+    if registry.mesh.shape.world_size > 1:
+        model.register_forward_pre_hook(refuse_ddp, prepend=True)
 
 
 def check_options(shape: MeshShape, spec: ParallelSpec) -> None:

@@ -73,7 +73,7 @@ def _gradients(
     if isinstance(parameters, nn.Module):
         registry, held = registry_of(parameters), held_parameters(parameters)
         gradients_of(parameters).complete_partial()
-        known = [(parameter, entry or entry_of(parameter)) for parameter, entry in held]
+        known = [(parameter, entry or entry_of(parameter)) for _, parameter, entry in held]
     else:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         known = [(parameter, entry_of(parameter)) for parameter in given]

@@ -201,14 +201,13 @@ def _tune(root: nn.Module, units: Units, registry: Registry) -> None:
         embedding = roots.get((plan.embedding or "",))
         others = [each for each in roots.values() if each not in in_stack and each is not embedding]
         head = others if policy.units is None else []
-        kept = (*head, *(in_stack[-1:] if policy.keep_last_block else []))
-        for unit in kept if plan.pipeline is None else ():  # backward follows forward at once
+        for unit in head if plan.pipeline is None else ():  # backward follows forward at once
             unit.set_reshard_after_forward(False, recurse=False)
         if embedding is not None and _is_plain_embedding(embedding):
             embedding.set_unshard_in_backward(False)
-    for number, unit in enumerate(in_stack if policy.prefetch > 1 else []):
-        unit.set_modules_to_forward_prefetch(in_stack[number + 1 : number + 1 + policy.prefetch])
-        unit.set_modules_to_backward_prefetch(in_stack[max(0, number - policy.prefetch) : number][::-1])
+    keeps_last = policy.keep_last_block and policy.zero_stage == 3 and registry.mesh.size("fsdp") > 1
+    _tune_order(in_stack, policy, keeps_last=keeps_last and plan.pipeline is None)
+    _follow_order(root, in_stack, policy, keeps_last=keeps_last and plan.pipeline is None)
     inside = {each for unit in units.values() for module in unit for each in module.modules()}
     inside.update([root.held] if isinstance(root, StageRoot) else ())
     in_units = {name for unit in plan.units for name in unit}
@@ -225,6 +224,32 @@ def _tune(root: nn.Module, units: Units, registry: Registry) -> None:
                 module.set_force_sum_reduction_for_comms(registry.mesh.device.type != "cuda")  # gloo only sums
             if policy.symmetric_memory:
                 module.set_symm_mem_for_comm()
+
+
+def _tune_order(blocks: Sequence[Any], policy: FsdpPolicy, *, keeps_last: bool) -> None:
+    """Applies the settings that depend on the order in which blocks run."""
+    for number, unit in enumerate(blocks):
+        if policy.prefetch > 1:
+            unit.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + policy.prefetch])
+            unit.set_modules_to_backward_prefetch(blocks[max(0, number - policy.prefetch) : number][::-1])
+        if keeps_last:
+            unit.set_reshard_after_forward(unit is not blocks[-1], recurse=False)
+
+
+def _follow_order(root: nn.Module, blocks: Sequence[Any], policy: FsdpPolicy, *, keeps_last: bool) -> None:
+    """Applies these settings again after the first forward, if blocks run in another order than they are registered."""
+    if not keeps_last and policy.prefetch == 1:
+        return
+    order: dict[Any, None] = {}
+
+    def finish(*_: Any) -> None:
+        for handle in handles:
+            handle.remove()
+        if len(order) == len(blocks) and list(order) != list(blocks):
+            _tune_order(list(order), policy, keeps_last=keeps_last)
+
+    handles = [each.register_forward_pre_hook(lambda module, _: order.setdefault(module)) for each in blocks]
+    handles.append(root.register_forward_hook(finish))
 
 
 def _chooses_modules(unit: nn.Module, *, besides: Collection[nn.Module]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
 from shardwise.errors import UnsupportedError
-from shardwise.parameters.registry import entries_of, find_parameters
+from shardwise.parameters.registry import find_parameters, parameters_of
 
 __all__ = ["check_assignments"]
 
@@ -29,7 +30,9 @@ class _AssignedDTensor(DTensor):
             return isinstance(x, DTensor) and (x.shape, x.dtype, x.placements)
 
         if kind(value) != kind(self):
-            raise _refused(f"p.data = a {type(value).__name__} of {list(value.shape)}", self)
+            raise _refused(
+                f"p.data = a {type(value).__name__} of {list(value.shape)}", self.to_local().shape, self.dtype
+            )
         with torch.no_grad():
             self._local_tensor.copy_(value._local_tensor)  # type: ignore[attr-defined]  # a `DTensor`
 
@@ -53,32 +56,26 @@ def check_assignments(model: nn.Module) -> None:
     """Has parameters of a split model take what is assigned to their `data`, or raise: over the data axes at once, over
     tp alone when the model is next called in training.
     """
-    for _, parameter, _ in find_parameters(model):
+    entries = []
+    for _, parameter, entry in find_parameters(model):
+        entries += [entry] if entry is not None else []
         known: Any = parameter
         if type(known) is DTensor:
             known.__class__ = _AssignedDTensor
-    split = [
-        (module, name, entry.layout.local_shape(entry.registry.mesh.coords))
-        for module in model.modules()
-        for name, entry in entries_of(module).items()
-        if entry.split is not None and name in module._parameters and entry.data != "managed"
-    ]
-
-    def check(*_: Any) -> None:
-        for module, name, shape in split if torch.is_grad_enabled() else ():
-            parameter = module._parameters.get(name)
-            if parameter is not None and parameter.shape != shape:
-                raise _refused(f"{name} of a {type(module).__name__}, of {list(parameter.shape)}", parameter)
-
-    if split:
-        model.register_forward_pre_hook(check, prepend=True)
+    if any(entry.split is not None and entry.data != "managed" for entry in entries):
+        model.register_forward_pre_hook(_check_shapes, prepend=True)
 
 
-def _refused(what: str, parameter: Any) -> UnsupportedError:
-    shape = tuple(getattr(parameter, "_local_tensor", parameter).shape)
+def _check_shapes(model: nn.Module, *_: Any) -> None:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        for fqn, parameter, shape in parameters_of(model).find_misshapen():
+            raise _refused(f"{fqn} of {list(parameter.shape)}", shape, parameter.dtype)
+
+
+def _refused(what: str, shape: Sequence[int], dtype: torch.dtype) -> UnsupportedError:
     return UnsupportedError(
         f"{what}, of a parameter of which this rank holds a part",
-        why=f"that is {shape} of {parameter.dtype}, split as before",
+        why=f"that is {list(shape)} of {dtype}, split as before",
         fix="assign what was made of p (p.data * 0.5, a clone of p), or load full tensors by load_state_dict",
     )
 

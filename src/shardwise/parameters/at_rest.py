@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
-from shardwise.parameters.registry import ParameterEntry, entries_of, find_parameters, registry_of
+from shardwise.parameters.registry import Parameters, find_parameters, parameters_of, registry_of
 from shardwise.runtime.fsdp_internals import drop_unreduced, free
 
 __all__ = ["copy_out_of_mmap", "forget_unreduced", "held_parameters", "reshard"]
@@ -23,32 +22,17 @@ def copy_out_of_mmap(model: nn.Module) -> None:
             registry.mapped.discard(entry.fqn)
 
 
-def held_parameters(model: nn.Module) -> list[tuple[nn.Parameter, ParameterEntry | None]]:
-    """The parameters of a split model at rest, each once, with its entry: what `reshard` and `find_parameters` give, in
-    one walk.
-    """
-    registry = registry_of(model)
-    if registry.stage_roots:
-        reshard(model)
-    found: list[tuple[nn.Parameter, ParameterEntry | None]] = []
-    seen: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and not registry.stage_roots:
-            free(module)
-        entries = entries_of(module)
-        for own, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                found.append((parameter, entries.get(own)))
-    return found
+def held_parameters(model: nn.Module) -> Parameters:
+    """The parameters of a split model at rest."""
+    reshard(model)
+    return parameters_of(model)
 
 
 def reshard(model: nn.Module) -> None:
-    """Lets FSDP2 free what a forward without backward has left gathered: `parameters()` are then those at rest."""
+    """Has FSDP2 free what a forward without backward has left gathered: `parameters()` are then those at rest."""
     for root in (model, *registry_of(model).stage_roots.values()):
-        for module in root.modules():
-            if isinstance(module, FSDPModule):
-                free(module)
+        for unit in parameters_of(root).units:
+            free(unit)
 
 
 def forget_unreduced(model: nn.Module) -> None:

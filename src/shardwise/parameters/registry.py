@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise.comm.collectives import as_dtensor
@@ -48,12 +49,12 @@ __all__ = [
     "entries_of",
     "entry_of",
     "find_parameters",
-    "has_entries",
     "is_split",
     "local_part",
     "mark",
     "named_entries",
     "note_parameters",
+    "parameters_of",
     "registry_of",
     "untied",
 ]
@@ -61,6 +62,9 @@ __all__ = [
 _ATTRIBUTE = "_shardwise_registry"
 _ENTRY = "_shardwise_entry"
 _ENTRIES = "_shardwise_entries"
+_VIEW = "_shardwise_parameters"
+_CHANGES = [0]
+"""How often an entry was attached."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +126,13 @@ class ParameterEntry:
     @functools.cached_property
     def owned_slices(self) -> tuple[tuple[slice, ...] | None, ...]:
         """Where that is in this rank's tensor; None: it is all of it."""
-        shape = self.layout.local_shape(self.registry.mesh.coords)
         found = [slices(piece.local) for piece in self.owned]
-        return tuple(None if [each.stop - each.start for each in own] == list(shape) else own for own in found)
+        return tuple(None if [each.stop - each.start for each in own] == [*self.local_shape] else own for own in found)
+
+    @functools.cached_property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's part."""
+        return self.layout.local_shape(self.registry.mesh.coords)
 
     @functools.cached_property
     def _shared_spans(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:
@@ -286,6 +294,7 @@ def note_parameters(model: nn.Module, registry: Registry) -> None:
         own = (each for each, parameter in module._parameters.items() if parameter is not None)
         entries = module.__dict__.setdefault(_ENTRIES, {})
         entries |= {each: registry.entry(fqn_of(name, each)) for each in own}
+    _CHANGES[0] += 1
 
 
 def attach_registry(model: nn.Module, registry: Registry) -> None:
@@ -301,6 +310,7 @@ def attach_registry(model: nn.Module, registry: Registry) -> None:
 def attach_entry(owner: nn.Module, name: str, entry: ParameterEntry) -> None:
     """Makes `entry` that of the owner's parameter `name`, whichever tensor that will be."""
     owner.__dict__.setdefault(_ENTRIES, {})[name] = entry
+    _CHANGES[0] += 1
     parameter = owner._parameters[name]
     assert parameter is not None
     mark(parameter, entry)
@@ -312,38 +322,99 @@ def entries_of(owner: nn.Module) -> Mapping[str, ParameterEntry]:
     return entries
 
 
-def has_entries(module: nn.Module) -> bool:
-    """Whether a module was in the model when it was split."""
-    return _ENTRIES in module.__dict__
-
-
 def mark(value: Tensor, entry: ParameterEntry) -> None:
     """Makes `entry_of(value)` give `entry`."""
     setattr(value, _ENTRY, entry)
 
 
-def find_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterEntry | None]]:
-    """Every parameter that this rank holds once, by the first name that `model`, split or a wrapper around a split
-    model, gives it on any rank, with its entry: None for one that came in later (see [Note: found by identity]).
+class Parameters:
+    """The parameters of a split model, or of a module around one, with their entries; see [Note: found by identity].
+
+    Iterates over every parameter that this rank holds, once: (name, parameter, entry), by the first name that the
+    module gives it on any rank; the entry is None for a parameter that came in later. Modules are walked once, and
+    again when one was put in, taken out or replaced, or has other names of parameters.
+
+    Attributes:
+        entries: entries by all names, tied aliases included, also of parameters that other stages hold: the same on
+            every rank.
+        units: the modules that FSDP2 gathers by themselves.
     """
-    seen: set[int] = set()
-    names: dict[int, str] = {}
-    held: set[int] = set()
-    for name, module in model.named_modules():
-        entries = entries_of(module)
-        for own in dict.fromkeys((*entries, *module._parameters)):
-            entry, parameter = entries.get(own), module._parameters.get(own)
-            fqn = fqn_of(name, own)
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.entries: dict[str, ParameterEntry] = {}
+        self._walk()
+
+    def _walk(self) -> None:
+        self._change = _CHANGES[0]
+        self._tree: list[tuple[nn.Module, list[nn.Module | None], list[str]]] = []
+        self._places: list[tuple[str, str, nn.Module, str, ParameterEntry | None]] = []
+        self.entries = {}
+        first: dict[int, str] = {}
+        seen: set[nn.Module] = set()
+        for name, module in self.root.named_modules(remove_duplicate=False):
+            entries = entries_of(module)
+            self.entries.update({fqn_of(name, own): entry for own, entry in entries.items()})
+            if module in seen:
+                continue
+            seen.add(module)
+            self._tree.append((module, list(module._modules.values()), list(module._parameters)))
+            for own in dict.fromkeys((*entries, *module._parameters)):
+                entry, alias = entries.get(own), fqn_of(name, own)
+                fqn = alias if entry is None else first.setdefault(id(entry), alias)
+                self._places.append((fqn, alias, module, own, entry))
+        self.units = [module for module, _, _ in self._tree if isinstance(module, FSDPModule)]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the modules are those that were walked."""
+        if self._change != _CHANGES[0]:
+            return False
+        for module, children, names in self._tree:
+            if list(module._modules.values()) != children or list(module._parameters) != names:
+                return False
+        return True
+
+    def __iter__(self) -> Iterator[tuple[str, nn.Parameter, ParameterEntry | None]]:
+        seen: set[int] = set()
+        held: dict[int, nn.Parameter] = {}
+        for fqn, alias, module, own, entry in self._places:
+            parameter = module._parameters.get(own)
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
             if entry is not None:
-                fqn = names.setdefault(id(entry), fqn)
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                if entry is not None and entry_of(parameter) is not entry:
+                if held.setdefault(id(entry), parameter) is not parameter:
+                    raise untied(alias, fqn)
+                if entry_of(parameter) is not entry:
                     mark(parameter, entry)
-                if entry is not None and id(entry) in held:
-                    raise untied(fqn_of(name, own), fqn)
-                held.add(id(entry))
-                yield fqn, parameter, entry
+            yield fqn, parameter, entry
+
+    def find_misshapen(self) -> Iterator[tuple[str, nn.Parameter, tuple[int, ...]]]:
+        """Split parameters, but those that FSDP2 holds, of another shape than this rank's part, with its shape."""
+        for fqn, _, module, own, entry in self._places:
+            if entry is not None and entry.split is not None and entry.data != "managed":
+                parameter = module._parameters.get(own)
+                if parameter is not None and parameter.shape != entry.local_shape:
+                    yield fqn, parameter, entry.local_shape
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # a copied module is walked when somebody asks
+
+
+def parameters_of(model: nn.Module) -> Parameters:
+    """The parameters of a split model, or of a module around one."""
+    view: Parameters | None = model.__dict__.get(_VIEW)
+    if view is None or view.root is not model:
+        view = model.__dict__[_VIEW] = Parameters(model)
+    elif not view.is_current:
+        view._walk()
+    return view
+
+
+def find_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterEntry | None]]:
+    """Every parameter that this rank holds: (first name, parameter, entry); see `Parameters`."""
+    return iter(parameters_of(model))
 
 
 def untied(name: str, first: str) -> LayoutError:
@@ -356,20 +427,14 @@ def untied(name: str, first: str) -> LayoutError:
 
 
 def named_entries(model: nn.Module) -> dict[str, ParameterEntry]:
-    """The entries by the names under which `model`, split or a wrapper, knows the parameters, tied aliases included,
-    and those of parameters that other stages hold: the same on every rank.
-    """
-    return {
-        fqn_of(name, own): entry
-        for name, module in model.named_modules(remove_duplicate=False)
-        for own, entry in entries_of(module).items()
-    }
+    """The entries by all names that `model`, split or a module around one, gives them; see `Parameters.entries`."""
+    return dict(parameters_of(model).entries)
 
 
 def canonical_entries(model: nn.Module) -> dict[str, ParameterEntry]:
-    """As `named_entries`, every parameter by its first name alone, as `find_parameters` gives it."""
+    """The entries by their first names alone, as `find_parameters` gives them."""
     first: dict[int, tuple[str, ParameterEntry]] = {}
-    for name, entry in named_entries(model).items():
+    for name, entry in parameters_of(model).entries.items():
         first.setdefault(id(entry), (name, entry))
     return dict(first.values())
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.errors import UnsupportedError
 
-__all__ = ["check_unwrapped", "refuse_wrapped"]
+__all__ = ["check_unwrapped", "refuse_ddp", "refuse_wrapped"]
 
 _FIX = (
     'say data parallelism in the layout, such as "fsdp2.tp2" or "ddp2.tp2", and train the model itself with\n'
@@ -39,3 +41,10 @@ def refuse_wrapped(*modules: nn.Module) -> None:
                 why="it takes the ranks' parameters for copies of one another, or divides them itself",
                 fix=_FIX,
             )
+
+
+def refuse_ddp(*_: Any) -> None:
+    """A forward pre-hook of a split model: raises in the forward of a `DistributedDataParallel` around it."""
+    around = getattr(DistributedDataParallel, "_active_ddp_module", None)  # torch 2.11 to 2.14
+    if around is not None:
+        refuse_wrapped(around)
