@@ -17,6 +17,7 @@ stages hold is summed over them last.
 from __future__ import annotations
 
 import copy
+import enum
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -78,6 +79,21 @@ class LossScale:
         self.good_steps.fill_(state["good_steps"])
 
 
+class Phase(enum.Enum):
+    """What the gradients of a split model are.
+
+        COMPLETE   summed over all ranks that hold parts of them, or none yet
+        PARTIAL    being added to by a backward, at whose end they are summed
+        DEFERRED   partial until `together` ends, or a later backward that does not put its sums off
+
+    A backward goes from any phase to PARTIAL or DEFERRED, `complete` to COMPLETE.
+    """
+
+    COMPLETE = enum.auto()
+    PARTIAL = enum.auto()
+    DEFERRED = enum.auto()
+
+
 class Gradients:
     """The state of a split model's gradients, from one backward to the next.
 
@@ -92,6 +108,7 @@ class Gradients:
         fault: float32 scalar, 1 from the first step on that was to be an error; None where none has been looked at.
         late_fault: the same on its way to the host.
         loss_scale: of float16; None otherwise.
+        phase: what the gradients are now.
         is_put_off: whether sums wait for a later backward.
         share: what the next forward through a pipeline, which makes gradients at once, multiplies its loss by.
     """
@@ -109,7 +126,8 @@ class Gradients:
         is_scaled = precision is not None and precision.compute == "float16"
         self.loss_scale = LossScale(registry.mesh.device) if is_scaled else None
         self._at_rest: dict[int, nn.Parameter] = {}
-        self._is_partial = self._has_noted = False
+        self.phase = Phase.COMPLETE
+        self._has_noted = False
         self.is_put_off = False
         self.is_in_step = False
         self.share = 1.0
@@ -146,8 +164,8 @@ class Gradients:
         if self._is_pipeline:
             if self.registry.casting is not None:
                 self.registry.casting.shared = {}
-            if not self._is_partial:
-                self._begin_partial()
+            if self.phase is Phase.COMPLETE:
+                self._make_partial()
         try:
             yield
         except BaseException:  # what the step was to sum is no part of the next one
@@ -182,9 +200,9 @@ class Gradients:
 
     def complete_partial(self) -> None:
         """As `complete`, for whoever asks nothing of the gradients but their values."""
-        if not self._is_partial:
+        if self.phase is Phase.COMPLETE:
             return
-        self._is_partial = False
+        self.phase = Phase.COMPLETE
         complete_gradients(self._find_summed(), self.registry)
         if self._is_pipeline and not self._has_noted:
             self._note_idle_stages()
@@ -222,7 +240,7 @@ class Gradients:
     def _begin(self, gradient: Tensor) -> None:
         """Runs when a backward reaches the model, as often as it likes."""
         task = torch._C._current_graph_task_id()
-        if task == self._task or (self.is_put_off and self._is_partial):
+        if task == self._task or (self.is_put_off and self.phase is Phase.DEFERRED):
             return
         self._task = task
         if torch.is_grad_enabled() and self.registry.mesh.shape.world_size > 1:
@@ -231,19 +249,18 @@ class Gradients:
                 why="what sums gradients over ranks has no derivative",
                 fix="leave it out: second derivatives are the unsplit model's",
             )
-        self._begin_partial()
-        if not self.is_put_off:
+        self._make_partial()
+        if self.phase is Phase.PARTIAL:
             # Twice: what FSDP2 does at the end of backward must come first.
             Variable._execution_engine.queue_callback(lambda: Variable._execution_engine.queue_callback(self.complete))
 
-    def _begin_partial(self) -> None:
-        """From here on gradients are partial until they are summed again."""
+    def _make_partial(self) -> None:
+        """Goes from any phase to PARTIAL, or DEFERRED where sums are put off."""
         self.norm = self.is_bad = None
         summed = self._find_summed()
-        if not self._is_partial:
-            for parameter, entry in summed:
-                scale_back_to_partial(parameter, entry)
-        self._is_partial = True
+        for parameter, entry in summed if self.phase is Phase.COMPLETE else ():
+            scale_back_to_partial(parameter, entry)
+        self.phase = Phase.DEFERRED if self.is_put_off else Phase.PARTIAL
 
     @property
     def _is_pipeline(self) -> bool:
@@ -277,8 +294,8 @@ class Gradients:
         setattr(parameter, _WATCHED, True)
 
         def arrive(gradient: Tensor) -> None:
-            self._begin(gradient)
             _check_accumulated(parameter, entry)
+            self._begin(gradient)
 
         parameter.register_hook(arrive)
 

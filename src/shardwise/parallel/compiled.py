@@ -61,14 +61,18 @@ def apply_compilation(
         return
     context = registry.context
     context.is_compiled = True
-    options = {"backend": choice.backend, "dynamic": choice.dynamic, "mode": choice.mode}
     known: dict[type, Callable[..., Any]] = {}
     for name in outermost_layers(registry.plan.stacks):
         layer = model.get_submodule(name)
         if type(layer) not in known:
             of_backend = dict(choice.options) if choice.options else None  # torch takes out what is not the backend's
             known[type(layer)] = torch.compile(
-                _own_code(type(layer).forward), fullgraph=True, options=of_backend, **options
+                _own_code(type(layer).forward),
+                fullgraph=True,
+                backend=choice.backend,
+                dynamic=choice.dynamic,
+                mode=choice.mode,
+                options=of_backend,
             )
         apply_mixin(
             layer,
