@@ -1,4 +1,4 @@
-"""Parameters read in another dtype than they are stored in: while a forward is under way, once, with their gradients."""
+"""Parameters read in another dtype than they are stored in, while a forward is under way, with their gradients."""
 
 from __future__ import annotations
 

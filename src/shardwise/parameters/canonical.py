@@ -5,22 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shardwise.comm.operations import (
-    Group,
-    all_gather_list,
-    all_gather_objects,
-    broadcast_,
-    gather_list,
-    receive_,
-    send,
-)
+from shardwise.comm.operations import all_gather_objects, broadcast_
 from shardwise.mesh import Mesh
+from shardwise.parameters.exchange import Part, gather_full
 from shardwise.parameters.registry import (
     Registry,
     canonical_entries,
@@ -33,7 +26,6 @@ from shardwise.parameters.registry import (
 from shardwise.plan.structure import fqn_of
 from shardwise.sharding.boxes import shape_of, slices
 from shardwise.sharding.layout import Layout
-from shardwise.sharding.placement import Held, Replicate
 
 __all__ = [
     "canonical_tensor",
@@ -106,7 +98,7 @@ def canonical_tensors(
     layouts = {name: entry.layout for name, entry in canonical_entries(model).items() if name in dtypes}
     sizes = {name: math.prod(layout.shape) * dtypes[name].itemsize for name, layout in layouts.items()}
     for names in _batches(sizes):
-        parts = [_Part(values.get(name), layouts[name], dtypes[name]) for name in names]
+        parts = [Part(values.get(name), layouts[name], dtypes[name]) for name in names]
         yield from zip(names, _full_tensors(parts, mesh, rank0_only=rank0_only), strict=True)
 
 
@@ -130,7 +122,7 @@ def canonical_tensor(
         `rank0_only` a gather, among the ranks that are still needed); over pp, one broadcast from the first stage that
         holds it (with `rank0_only` one message to rank 0).
     """
-    return _full_tensors([_Part(local, layout, dtype)], mesh, rank0_only=rank0_only)[0]
+    return _full_tensors([Part(local, layout, dtype)], mesh, rank0_only=rank0_only)[0]
 
 
 def full_value(value: Tensor) -> Tensor:
@@ -147,14 +139,6 @@ def full_value(value: Tensor) -> Tensor:
     return value.full_tensor().detach().cpu() if isinstance(value, DTensor) else value.cpu()
 
 
-class _Part(NamedTuple):
-    """What a rank has of a tensor; None where other stages hold it."""
-
-    local: Tensor | None
-    layout: Layout
-    dtype: torch.dtype | None
-
-
 def _batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
     """Names that follow each other, of at most so many bytes together, or one."""
     batch: list[str] = []
@@ -169,130 +153,17 @@ def _batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
         yield batch
 
 
-def _full_tensors(parts: Sequence[_Part], mesh: Mesh, *, rank0_only: bool) -> list[Tensor | None]:
-    """As `canonical_tensor`, for several at once; every rank has the same in the same order."""
-    given = [_taking_part(part, mesh, rank0_only=rank0_only) for part in parts]
-    values = list(given)
-    for back in range(1, 1 + max(len(part.layout.steps) for part in parts)):
-        exchanged: dict[tuple[str, str], list[int]] = {}
-        for number, (part, value) in enumerate(zip(parts, values, strict=True)):
-            step = part.layout.steps[-back] if back <= len(part.layout.steps) else None
-            if step is None or value is None or isinstance(step.placement, Replicate | Held):
-                continue
-            if mesh.group(step.axis) is not None:
-                exchanged.setdefault((step.axis, str(value.dtype)), []).append(number)
-        for (axis, _), numbers in sorted(exchanged.items()):  # all ranks in the same order, whatever they hold
-            pieces = [(values[number], _one_step(parts[number].layout, back, mesh)) for number in numbers]
-            group = mesh.group(axis)
-            assert group is not None, "looked up above"
-            for number, full in zip(numbers, _gathered(pieces, group, rank0_only=rank0_only), strict=True):
-                values[number] = full
+def _full_tensors(parts: Sequence[Part], mesh: Mesh, *, rank0_only: bool) -> list[Tensor | None]:
+    """`gather_full`, on the CPU, as tensors that own their storage."""
     return [
-        _finished(value, own, part, mesh, rank0_only=rank0_only)
-        for value, own, part in zip(values, given, parts, strict=True)
+        None if full is None else _on_host(full, part.local)
+        for full, part in zip(gather_full(parts, mesh, rank0_only=rank0_only), parts, strict=True)
     ]
 
 
-def _source(layout: Layout) -> int | None:
-    """The first stage that holds a tensor of which not all do."""
-    held = layout.placement("pp")
-    return held.coords[0] if isinstance(held, Held) else None
-
-
-def _taking_part(part: _Part, mesh: Mesh, *, rank0_only: bool) -> Tensor | None:
-    """What this rank gives; None where others have the same, or it has nothing."""
-    if part.local is None:
-        return None
-    source = _source(part.layout)
-    if rank0_only and (_is_copy(part.layout, mesh) or (source is not None and mesh.coord("pp") != source)):
-        return None
-    return local_part(part.local)
-
-
-def _is_copy(layout: Layout, mesh: Mesh) -> bool:
-    return any(isinstance(step.placement, Replicate) and mesh.coord(step.axis) for step in layout.steps)
-
-
-def _one_step(layout: Layout, back: int, mesh: Mesh) -> Layout:
-    """The step that is so many from the last, by itself: of what this rank has once the later ones are undone."""
-    before, step = layout.steps[:-back], layout.steps[-back]
-    return Layout(Layout(layout.shape, before).local_shape(mesh.coords), (step,))
-
-
-def _finished(
-    value: Tensor | None, given: Tensor | None, part: _Part, mesh: Mesh, *, rank0_only: bool
-) -> Tensor | None:
-    """A tensor that is full on the stage that holds it, where it is wanted, on the CPU and owning its storage."""
-    source = _source(part.layout)
-    if rank0_only and _is_copy(part.layout, mesh):
-        return None
-    if source is not None:
-        value = _from_stage(value, source, part.layout.shape, part.dtype, mesh, rank0_only=rank0_only)
-    if value is None or (rank0_only and mesh.rank != 0):
-        return None
-    is_own = given is not None and value.data_ptr() == given.data_ptr()
-    return value.detach().to("cpu", copy=True) if is_own else value.cpu()
-
-
-def _from_stage(
-    value: Tensor | None,
-    source: int,
-    shape: tuple[int, ...],
-    dtype: torch.dtype | None,
-    mesh: Mesh,
-    *,
-    rank0_only: bool,
-) -> Tensor | None:
-    """The full tensor that the coordinate `source` of pp has, on every rank; with `rank0_only` on rank 0."""
-    group, coord = mesh.group("pp"), mesh.coord("pp")
-    assert group is not None, "a layout with a step on pp is that of a pipeline"
-    if rank0_only:
-        others = {number for axis, number in mesh.coords.items() if axis != "pp"}
-        if source == 0 or others != {0} or coord not in (0, source):
-            return value
-    if coord == source:
-        assert value is not None, "it holds the tensor"
-        full = value.detach().to(mesh.device).contiguous()
-    else:
-        full = torch.empty(shape, dtype=dtype, device=mesh.device)
-    if not rank0_only:
-        broadcast_(full, group, source=source)
-    elif coord == source:
-        send(full, group, to=0)
-    else:
-        receive_(full, group, source=source)
-    return full
-
-
-def _gathered(
-    pieces: Sequence[tuple[Tensor | None, Layout]], group: Group, *, rank0_only: bool
-) -> Sequence[Tensor | None]:
-    """Tensors of one dtype before the one step of their layouts was taken; None on all ranks but the first where
-    `rank0_only`.
-    """
-    shapes = []
-    flats = []
-    for local, layout in pieces:
-        assert local is not None, "those that this rank has"
-        (step,) = layout.steps
-        shapes.append([layout.local_shape({step.axis: coord}) for coord in range(step.size)])
-        flat = local.detach().reshape(-1)
-        missing = max(torch.Size(shape).numel() for shape in shapes[-1]) - flat.numel()
-        flats.append(torch.cat([flat, flat.new_zeros(missing)]) if missing else flat)
-    joined = torch.cat(flats) if len(flats) > 1 else flats[0]
-    parts = gather_list(joined, group) if rank0_only else all_gather_list(joined, group)
-    if parts is None:
-        return [None] * len(pieces)
-    found = []
-    by_tensor = zip(*(part.split([flat.numel() for flat in flats]) for part in parts), strict=True)
-    for (_, layout), of_coords, own in zip(pieces, shapes, by_tensor, strict=True):
-        full = torch.empty(layout.shape, dtype=joined.dtype, device=joined.device)
-        for coord, shape in enumerate(of_coords):
-            part = own[coord][: torch.Size(shape).numel()].view(shape)
-            for piece in layout.owned({layout.steps[0].axis: coord}):
-                full[slices(piece.full)] = part[slices(piece.local)]
-        found.append(full)
-    return found
+def _on_host(full: Tensor, local: Tensor | None) -> Tensor:
+    is_same = local is not None and full.data_ptr() == local_part(local).data_ptr()
+    return full.detach().to("cpu", copy=True) if is_same else full.cpu()
 
 
 def local_tensor(full: Tensor, layout: Layout, coords: Mapping[str, int]) -> Tensor:
