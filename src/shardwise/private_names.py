@@ -33,18 +33,11 @@ torch._amp_update_scale_
 torch._assert_async
 torch._dynamo.config
 torch._dynamo.eval_frame.OptimizedModule:_orig_mod
-torch._dynamo.exc.FailOnRecompileLimitHit
-torch._dynamo.exc.UncapturedHigherOrderOpError
-torch._dynamo.exc.Unsupported
-torch._dynamo.exc.UserError
-torch._dynamo.utils.counters
-torch._dynamo.utils.get_compilation_metrics
+torch._foreach_copy_
+torch._foreach_div_
 torch._foreach_mul_
 torch._foreach_norm
 torch._functorch.config
-torch._inductor.config._micro_pipeline_tp
-torch._inductor.list_mode_options
-torch._inductor.list_options
 torch._ops.OpOverload:_schema
 torch._subclasses.fake_tensor
 torch._subclasses.fake_tensor.DataDependentOutputException
@@ -55,10 +48,8 @@ torch._subclasses.fake_tensor.unset_fake_temporarily
 torch.autograd.Variable._execution_engine.queue_callback
 torch.distributed.DeviceMesh:_flatten
 torch.distributed.ProcessGroup:_device_types
-torch.distributed._composable.contract.REGISTRY_KEY
 torch.distributed._composable.replicate_with_fsdp.replicate
 torch.distributed._functional_collectives.AsyncCollectiveTensor
-torch.distributed._symmetric_memory.enable_symm_mem_for_group
 torch.distributed.checkpoint.filesystem._StorageInfo
 torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
 torch.distributed.distributed_c10d._abort_process_group
@@ -102,7 +93,6 @@ torch.distributed.tensor._dtensor_spec.TensorMeta
 torch.distributed.tensor._sharding_prop.ShardingPropagator
 torch.distributed.tensor._sharding_prop.ShardingPropagator:_propagate_tensor_meta_non_cached
 torch.nn.Module:_buffers
-torch.nn.Module:_call_impl
 torch.nn.Module:_forward_hooks
 torch.nn.Module:_forward_pre_hooks
 torch.nn.Module:_modules
@@ -111,6 +101,7 @@ torch.nn.Module:_parameters
 torch.nn._reduction.legacy_get_string
 torch.nn.modules.batchnorm._BatchNorm
 torch.nn.modules.conv._ConvNd
+torch.nn.parallel.DistributedDataParallel:_active_ddp_module
 torch.ops._c10d_functional
 torch.ops._c10d_functional.wait_tensor
 torch.ops.aten._grouped_mm
