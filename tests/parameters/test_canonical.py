@@ -72,7 +72,7 @@ def test_a_whole_tensor_comes_back_from_its_parts(layout):
             for value, each in zip(on_first, VARIANTS, strict=True)
         )
         registry = cast(Registry, SimpleNamespace(mesh=mesh))
-        entry = ParameterEntry(fqn="weight", layout=layout, gradient="full", registry=registry)
+        entry = ParameterEntry(fqn="weight", layout=layout, registry=registry)
         parts = [local if place is None else local[place] for place in entry.owned_slices] if local is not None else []
         return [part.flatten() for part in parts]
 

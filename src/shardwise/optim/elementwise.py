@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shardwise.errors import UnsupportedError
 from shardwise.optim.plain_step import class_of
-from shardwise.parameters.registry import ParameterEntry, entry_of
+from shardwise.parameters.registry import DataHandling, ParameterEntry, entry_of
 
 __all__ = ["check_optimizer"]
 
@@ -53,7 +53,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
         entries = [entry for each in group["params"] if (entry := entry_of(each)) is not None]
         if kind is optim.SparseAdam:
             raise _refused(optimizer, "it does not support dense gradients")
-        if kind is optim.Rprop and any(entry.data == "managed" for entry in entries):
+        if kind is optim.Rprop and any(entry.data is DataHandling.FSDP for entry in entries):
             raise _refused(optimizer, "torch's cannot update DTensors, as parameters over fsdp and ddp are")
         if kind in _OF_MATRICES and any(map(_is_apart, entries)):
             raise _refused(optimizer, "it is not elementwise, and ranks hold parts")

@@ -36,6 +36,7 @@ from shardwise.parameters.added import adopt_parameters, note_inputs
 from shardwise.parameters.at_rest import forget_unreduced
 from shardwise.parameters.local_gradient import as_local_gradient
 from shardwise.parameters.registry import (
+    DataHandling,
     ParameterEntry,
     Registry,
     entry_of,
@@ -280,7 +281,7 @@ class Gradients:
         for _, parameter, entry in self.parameters():
             if entry is None or not entry.needs_sum:
                 continue
-            is_gathered = entry.data == "managed" and not isinstance(parameter, DTensor)
+            is_gathered = entry.data is DataHandling.FSDP and not isinstance(parameter, DTensor)
             at_rest = self._at_rest.setdefault(id(entry), parameter) if is_gathered else parameter
             if at_rest.requires_grad or len(entry.stage_coords) > 1:
                 self._at_rest[id(entry)] = at_rest

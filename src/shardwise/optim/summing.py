@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.comm.operations import Group, all_reduce_, host_device
 from shardwise.errors import GradientError, UnsupportedError
 from shardwise.mesh import Mesh
-from shardwise.parameters.registry import ParameterEntry, Registry, entry_of, local_part
+from shardwise.parameters.registry import DataHandling, ParameterEntry, Registry, entry_of, local_part
 from shardwise.plan.rule import UNREACHED
 from shardwise.topology.axes import DATA_AXES
 
@@ -87,9 +88,10 @@ def complete_gradients(parameters: Sequence[tuple[nn.Parameter, ParameterEntry]]
         key/value heads; over each group of stages that hold the same, one.
     """
     summands = _summands(parameters)
-    _sum_over_data([each for each in summands if each.entry.data == "reduced"], registry)
-    partial = [part for each in summands if each.entry.gradient == "partial" for part in (each.local, each.present)]
-    _sum_together(partial, registry.mesh.group("tp"))
+    _sum_over_data([each for each in summands if each.entry.data is DataHandling.ALL_REDUCE], registry)
+    for axes in sorted({tuple(sorted(each.entry.partial_over)) for each in summands if each.entry.partial_over}):
+        same = [each for each in summands if each.entry.partial_over == frozenset(axes)]
+        _sum_together([part for each in same for part in (each.local, each.present)], registry.mesh.group(*axes))
     shared: dict[tuple[tuple[int, ...], ...], list[Tensor]] = {}
     for each in summands:
         if each.entry.holders:
@@ -121,7 +123,7 @@ def _refuse_unproved(summands: Sequence[_Summand]) -> None:
     names = [
         each.entry.fqn
         for each in summands
-        if each.entry.gradient == "partial" and each.parameter.grad is not None
+        if each.entry.partial_over and each.parameter.grad is not None
         if (found := planned[each.entry.fqn]) is not None and found.rule.reason == UNREACHED
     ]
     if names:
@@ -179,13 +181,13 @@ def scale_back_to_partial(parameter: Tensor, entry: ParameterEntry) -> None:
     if parameter.grad is None:
         return
     registry, gradient = entry.registry, local_part(parameter.grad)
-    if entry.gradient == "partial":
-        gradient /= registry.context.size
+    if entry.partial_over:
+        gradient /= math.prod(map(registry.mesh.size, entry.partial_over))
     if len(entry.stage_coords) > 1:
         gradient /= len(entry.stage_coords)
     for holders, part in entry.shared_parts(gradient):
         part.div_(len(holders))
-    if entry.data == "reduced":
+    if entry.data is DataHandling.ALL_REDUCE:
         gradient *= registry.divide_factor / registry.mesh.data_size
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import UnsupportedError
 from shardwise.parameters.canonical import local_tensor
-from shardwise.parameters.registry import ParameterEntry, Registry, attach_entry
+from shardwise.parameters.registry import DataHandling, ParameterEntry, Registry, attach_entry, axes_of
 from shardwise.plan.adapters import plan_adapter
 from shardwise.plan.decision import ParameterPlan
 from shardwise.runtime.adapter_facts import describe_adapter
@@ -132,8 +132,8 @@ def _split_later(wrapper: Any, fqn: str, adapter: str, registry: Registry) -> No
         entry = ParameterEntry(
             fqn=name,
             layout=Layout(each.layout.shape, (*each.layout.steps, *over_data)),
-            gradient=each.gradient,
-            data="reduced" if mesh.data_size > 1 else "",
+            partial_over=axes_of(each.gradient),
+            data=DataHandling.ALL_REDUCE if mesh.data_size > 1 else DataHandling.NONE,
             registry=registry,
         )
         registry.entries[name] = entry

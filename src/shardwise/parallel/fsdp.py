@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from shardwise.errors import UnsupportedError
 from shardwise.mesh import Mesh
 from shardwise.parameters.at_rest import forget_unreduced, reshard
-from shardwise.parameters.registry import Registry, attach_registry
+from shardwise.parameters.registry import DataHandling, Registry, attach_registry
 from shardwise.plan.options import FsdpPolicy
 from shardwise.plan.structure import nearest, outermost, outermost_layers, parent_of, upwards
 from shardwise.runtime.fsdp_internals import (
@@ -46,7 +46,9 @@ def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPol
     if mesh.data_mesh is None:
         return
     kept_replicated = {
-        parameter for name, parameter in model.named_parameters() if registry.entry(name).data == "reduced"
+        parameter
+        for name, parameter in model.named_parameters()
+        if registry.entry(name).data is DataHandling.ALL_REDUCE
     }
     for parameter in kept_replicated:
         if not parameter.is_meta:
@@ -105,7 +107,7 @@ def _managed(model: nn.Module, stage: int, registry: Registry) -> list[str]:
     """The names under which a stage holds what FSDP2 is given."""
     names = registry.plan.names_of_stage(stage)
     found = (name for name, _ in model.named_parameters(remove_duplicate=False) if name in names)
-    return [name for name in found if registry.entry(name).data == "managed"]
+    return [name for name in found if registry.entry(name).data is DataHandling.FSDP]
 
 
 def _units_of_stage(model: nn.Module, stage: int, registry: Registry) -> Units:

@@ -17,7 +17,7 @@ from shardwise.errors import LoadError
 from shardwise.parallel.coverage import Allowed, check_coverage
 from shardwise.parallel.materialize import put_tensor
 from shardwise.parameters.canonical import state_tensors
-from shardwise.parameters.registry import Registry
+from shardwise.parameters.registry import DataHandling, Registry
 from shardwise.sharding.layout import Layout
 from shardwise.weights.conversion import Resolution, resolve_keys
 from shardwise.weights.index import CheckpointIndex
@@ -128,7 +128,7 @@ def _read(fqn: str, lazy: LazyTensor, registry: Registry, dtype: torch.dtype) ->
     entry, device, coords = registry.entries.get(fqn), registry.device_of(fqn), registry.mesh.coords
     layout = Layout(tuple(lazy.shape)) if entry is None else entry.layout
     pieces, shape = layout.pieces(coords), layout.local_shape(coords)
-    if entry is not None and entry.data != "managed" and device.type == "cpu" and dtype == lazy.dtype:
+    if entry is not None and entry.data is not DataHandling.FSDP and device.type == "cpu" and dtype == lazy.dtype:
         adopted = lazy.adopt_local(pieces, shape)
         if adopted is not None:
             registry.mapped.add(fqn)

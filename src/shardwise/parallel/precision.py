@@ -7,7 +7,7 @@ import warnings
 import torch
 from torch import nn
 
-from shardwise.parameters.registry import Registry
+from shardwise.parameters.registry import DataHandling, Registry
 from shardwise.plan.options import Precision
 from shardwise.runtime.casting import Casting
 from shardwise.runtime.reading import cast_in_forward, read_through
@@ -57,7 +57,7 @@ def _cast_what_is_kept_in_full(model: nn.Module, registry: Registry, casting: Ca
     """Casts the parameters that every data rank holds all of, but scalars, which change no other tensor's dtype."""
     for name, module in model.named_modules():
         fqns = {own: f"{name}.{own}" if name else own for own in _floats(module)}
-        kept = [own for own, fqn in fqns.items() if registry.entry(fqn).data == "reduced"]
+        kept = [own for own, fqn in fqns.items() if registry.entry(fqn).data is DataHandling.ALL_REDUCE]
         if kept := [own for own in kept if registry.entry(fqns[own]).layout.shape]:
             for own in kept:
                 read_through(module, own, casting)

@@ -8,9 +8,11 @@ from torch import nn
 
 from shardwise.errors import UnsupportedError
 from shardwise.parameters.registry import (
+    DataHandling,
     ParameterEntry,
     Registry,
     attach_entry,
+    axes_of,
     entries_of,
     entry_of,
     registry_of,
@@ -65,8 +67,8 @@ def adopt_parameters(model: nn.Module) -> None:
             new = ParameterEntry(
                 fqn=fqn,
                 layout=Layout(tuple(parameter.shape), steps),
-                gradient="partial" if inputs[name] == "part" else "full",
-                data="reduced" if mesh.data_size > 1 else "",
+                partial_over=axes_of("partial" if inputs[name] == "part" else "full"),
+                data=DataHandling.ALL_REDUCE if mesh.data_size > 1 else DataHandling.NONE,
                 registry=registry,
             )
             attach_entry(module, own, entry or new)

@@ -12,7 +12,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
 from shardwise.errors import UnsupportedError
-from shardwise.parameters.registry import find_parameters, parameters_of
+from shardwise.parameters.registry import DataHandling, find_parameters, parameters_of
 
 __all__ = ["check_assignments"]
 
@@ -62,7 +62,7 @@ def check_assignments(model: nn.Module) -> None:
         known: Any = parameter
         if type(known) is DTensor:
             known.__class__ = _AssignedDTensor
-    if any(entry.split is not None and entry.data != "managed" for entry in entries):
+    if any(entry.split is not None and entry.data is not DataHandling.FSDP for entry in entries):
         model.register_forward_pre_hook(_check_shapes, prepend=True)
 
 

@@ -13,6 +13,7 @@ stages of a pipeline hold, and they know its entries: every rank sees the full m
 from __future__ import annotations
 
 import copy
+import enum
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -39,12 +40,14 @@ from shardwise.sharding.placement import Chunk, Held, Split
 from shardwise.stages.model import Stages
 
 __all__ = [
+    "DataHandling",
     "LocalGradient",
     "ParameterEntry",
     "Registry",
     "Source",
     "attach_entry",
     "attach_registry",
+    "axes_of",
     "canonical_entries",
     "entries_of",
     "entry_of",
@@ -67,6 +70,21 @@ _CHANGES = [0]
 """How often an entry was attached."""
 
 
+class DataHandling(enum.StrEnum):
+    """What is done with a parameter along the data axes; the values are those of plans."""
+
+    NONE = ""
+    FSDP = "managed"
+    """FSDP2 holds it as a `DTensor` over them, and reduces its gradient."""
+    ALL_REDUCE = "reduced"
+    """Every data rank holds all of it, and the gradient phase sums its gradient."""
+
+
+def axes_of(gradient: str) -> frozenset[str]:
+    """The axes over which a gradient that a plan calls "full" or "partial" must be summed."""
+    return frozenset({"tp"}) if gradient == "partial" else frozenset()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParameterEntry:
     """One parameter, or persistent buffer, of a split model.
@@ -74,22 +92,22 @@ class ParameterEntry:
     Attributes:
         fqn: canonical name.
         layout: canonical shape and what each axis does to it.
-        gradient: "full", or "partial" where the ranks' gradients must be summed over tp.
-        data: "" where nothing is to be done along the data axes, "managed" where FSDP2 holds the parameter as a
-            `DTensor` over them, "reduced" where each of them holds all of it and we sum its gradient.
+        partial_over: the axes along which ranks compute terms of the gradient, which must be summed.
+        data: what is done along the data axes.
         registry: the model's registry.
     """
 
     fqn: str
     layout: Layout
-    gradient: str
-    data: str = ""
+    partial_over: frozenset[str] = frozenset()
+    data: DataHandling = DataHandling.NONE
     registry: Registry = field(repr=False, compare=False)
 
     @functools.cached_property
     def needs_sum(self) -> bool:
-        """Whether ranks compute parts of its gradient that we must sum, over tp, the data axes or stages."""
-        return self.needs_tensor_sum or self.data == "reduced" or len(self.stage_coords) > 1
+        """Whether the gradient phase sums its gradient, over any axis."""
+        is_reduced = self.data is DataHandling.ALL_REDUCE
+        return bool(self.partial_over or self.holders) or is_reduced or len(self.stage_coords) > 1
 
     @functools.cached_property
     def stage_coords(self) -> tuple[int, ...]:
@@ -101,11 +119,6 @@ class ParameterEntry:
     def is_held(self) -> bool:
         """Whether this rank's stages hold it."""
         return self.layout.is_held(self.registry.mesh.coords)
-
-    @functools.cached_property
-    def needs_tensor_sum(self) -> bool:
-        """Whether tp ranks compute parts of its gradient that must be summed."""
-        return self.gradient == "partial" or bool(self.holders)
 
     def shared_parts(self, local: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         """What this rank holds of a split tensor that others hold too, as views: (tp coords of all holders, view)."""
@@ -170,7 +183,7 @@ class ParameterEntry:
         """What this rank holds, as the model's parameter holds it: a `DTensor` over the data axes where FSDP2 does."""
         mesh = self.registry.mesh
         data_mesh = mesh.data_mesh
-        if self.data != "managed" or data_mesh is None:
+        if self.data is not DataHandling.FSDP or data_mesh is None:
             return local
         shape = self.tensor_layout.local_shape(mesh.coords)
         placements: list[Replicate | Shard] = [Replicate()] * data_mesh.ndim
@@ -262,7 +275,7 @@ class Registry:
     def device_of(self, fqn: str) -> torch.device:
         """Where a parameter or buffer is stored at rest: the mesh's device, or host memory for what is offloaded."""
         entry = self.entries.get(self.tied.get(fqn, fqn))
-        offloaded = self.policy.cpu_offload and entry is not None and entry.data == "managed"
+        offloaded = self.policy.cpu_offload and entry is not None and entry.data is DataHandling.FSDP
         return torch.device("cpu") if offloaded else self.mesh.device
 
     @property
@@ -288,7 +301,11 @@ def note_parameters(model: nn.Module, registry: Registry) -> None:
     """Gives every parameter of the unsplit model an entry, and lets its owner know it."""
     for fqn, planned in registry.plan.parameters.items():
         registry.entries[fqn] = ParameterEntry(
-            fqn=fqn, layout=planned.layout, gradient=planned.gradient, data=planned.data, registry=registry
+            fqn=fqn,
+            layout=planned.layout,
+            partial_over=axes_of(planned.gradient),
+            data=DataHandling(planned.data),
+            registry=registry,
         )
     for name, module in model.named_modules():
         own = (each for each, parameter in module._parameters.items() if parameter is not None)
@@ -393,7 +410,7 @@ class Parameters:
     def find_misshapen(self) -> Iterator[tuple[str, nn.Parameter, tuple[int, ...]]]:
         """Split parameters, but those that FSDP2 holds, of another shape than this rank's part, with its shape."""
         for fqn, _, module, own, entry in self._places:
-            if entry is not None and entry.split is not None and entry.data != "managed":
+            if entry is not None and entry.split is not None and entry.data is not DataHandling.FSDP:
                 parameter = module._parameters.get(own)
                 if parameter is not None and parameter.shape != entry.local_shape:
                     yield fqn, parameter, entry.local_shape

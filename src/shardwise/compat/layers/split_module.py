@@ -125,7 +125,7 @@ class SplitModule(nn.Module):
         self.register_parameter(name, nn.Parameter(local.to(device) if device is not None else local))
         if split is not None:
             self.placements[name] = split
-        entry = ParameterEntry(fqn=name, layout=layout, gradient="full", registry=self._provisional)
+        entry = ParameterEntry(fqn=name, layout=layout, registry=self._provisional)
         attach_entry(self, name, entry)
 
     def divide_again(self, name: str, split: Split) -> None:
@@ -139,7 +139,7 @@ class SplitModule(nn.Module):
         layout = layout_of(full.shape, split, mesh)
         parameter.data = local_tensor(full, layout, mesh.coords).to(parameter)
         self.placements[name] = split
-        attach_entry(self, name, ParameterEntry(fqn=name, layout=layout, gradient="full", registry=self._provisional))
+        attach_entry(self, name, ParameterEntry(fqn=name, layout=layout, registry=self._provisional))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -241,7 +241,7 @@ def mark_known(parameters: Iterable[Tensor], mesh: Mesh) -> None:
     for parameter in parameters:
         if entry_of(parameter) is None:
             layout = stored(parameter, by_hand(parameter, mesh), mesh)
-            mark(parameter, ParameterEntry(fqn="", layout=layout, gradient="full", registry=registry))
+            mark(parameter, ParameterEntry(fqn="", layout=layout, registry=registry))
 
 
 def new_linear(
