@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from shardwise.comm.simulated import run_ranks
 from shardwise.mesh import Mesh
-from shardwise.parameters.canonical import _batches, _full_tensors, _Part, canonical_tensor, local_tensor
+from shardwise.parameters.canonical import _batches, _full_tensors, canonical_tensor, local_tensor
+from shardwise.parameters.exchange import Part
 from shardwise.parameters.registry import ParameterEntry, Registry
 from shardwise.sharding.layout import Layout
 from shardwise.topology.axes import AXES
@@ -63,7 +64,7 @@ def test_a_whole_tensor_comes_back_from_its_parts(layout):
             assert found.data_ptr() != local.data_ptr(), "nobody writes into a parameter through it"
         assert (on_first is None) == (mesh.rank != 0)
         assert mesh.rank != 0 or torch.equal(on_first, full)
-        several = [_Part(each(local), layout, each(full).dtype) for each in VARIANTS]
+        several = [Part(each(local), layout, each(full).dtype) for each in VARIANTS]
         together = _full_tensors(several, mesh, rank0_only=False)
         assert all(torch.equal(value, each(full)) for value, each in zip(together, VARIANTS, strict=True))
         on_first = _full_tensors(several, mesh, rank0_only=True)
