@@ -48,8 +48,8 @@ def clip_grad_norm_(
         raise ConfigError(f"norm_type must be positive or math.inf, got {norm_type!r}", fix="2 is the usual one")
     if not isinstance(max_norm, int | float | Tensor) or not max_norm >= 0:
         raise ConfigError(f"max_norm must be at least 0, got {max_norm!r}", fix="math.inf clips nothing")
-    chosen, registry = _gradients(parameters)
-    total = norm_of_owned(chosen, norm_type)
+    gradients, registry = _gradients(parameters)
+    total = norm_of_owned(gradients, norm_type)
     if registry is not None:
         total = complete_norms(total, registry, norm_type)
     if isinstance(parameters, nn.Module):
@@ -58,25 +58,23 @@ def clip_grad_norm_(
         raise RuntimeError(f"the gradient norm of order {norm_type} is {float(total)}, so it cannot be clipped")
     if registry is not None and isinstance(max_norm, int | float):  # no tensor, which would be read
         registry.context.steps.add(f"clip_grad_norm_ to {max_norm}")
-    if chosen and math.isfinite(max_norm):
+    if gradients and math.isfinite(max_norm):
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        multiply([value for value, _ in chosen], factor)
+        multiply([value for value, _ in gradients], factor)
     return total
 
 
 def _gradients(
     parameters: nn.Module | Tensor | Iterable[Tensor],
 ) -> tuple[list[tuple[Tensor, ParameterEntry | None]], Registry | None]:
-    """What this rank holds of complete gradients, with the entries of the parameters that Shardwise has split."""
-    registry: Registry | None
-    known: list[tuple[Tensor, ParameterEntry | None]]
+    """The local tensors of complete gradients, each with the entry of its parameter; None where it has none."""
     if isinstance(parameters, nn.Module):
-        registry, held = registry_of(parameters), held_parameters(parameters)
+        registry, view = registry_of(parameters), held_parameters(parameters)
         gradients_of(parameters).complete_partial()
-        known = [(parameter, entry or entry_of(parameter)) for _, parameter, entry in held]
+        pairs = [(parameter, entry or entry_of(parameter)) for _, parameter, entry in view]
     else:
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        known = [(parameter, entry_of(parameter)) for parameter in given]
-        registry = next((entry.registry for _, entry in known if entry is not None), None)
-    there = [(gradient, entry) for parameter, entry in known if (gradient := parameter.grad) is not None]
-    return [(local_part(gradient), entry) for gradient, entry in there], registry
+        tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        pairs = [(parameter, entry_of(parameter)) for parameter in tensors]
+        registry = next((entry.registry for _, entry in pairs if entry is not None), None)
+    with_gradient = [(gradient, entry) for parameter, entry in pairs if (gradient := parameter.grad) is not None]
+    return [(local_part(gradient), entry) for gradient, entry in with_gradient], registry

@@ -200,7 +200,7 @@ class Gradients:
                     parameter.grad = as_local_gradient(parameter.grad, entry)
 
     def complete_partial(self) -> None:
-        """As `complete`, for whoever asks nothing of the gradients but their values."""
+        """Sums like `complete`, and leaves `p.grad` plain: for a caller that reads values alone."""
         if self.phase is Phase.COMPLETE:
             return
         self.phase = Phase.COMPLETE
@@ -268,12 +268,12 @@ class Gradients:
         return self.registry.plan.pipeline is not None
 
     def parameters(self) -> list[tuple[str, nn.Parameter, ParameterEntry | None]]:
-        """As `find_parameters`; trained ones that came in later have an entry from here on."""
-        found = list(find_parameters(self.model))
-        if any(entry is None and parameter.requires_grad for _, parameter, entry in found):
+        """The parameters by `find_parameters`, after trained ones that came in later were given entries."""
+        parameters = list(find_parameters(self.model))
+        if any(entry is None and parameter.requires_grad for _, parameter, entry in parameters):
             adopt_parameters(self.model)
-            found = list(find_parameters(self.model))
-        return found
+            parameters = list(find_parameters(self.model))
+        return parameters
 
     def _find_summed(self) -> list[tuple[nn.Parameter, ParameterEntry]]:
         """The parameters whose gradients are summed, as they are stored at rest, each watched."""

@@ -43,7 +43,7 @@ class Compiled:
     _compiled_settings: Callable[[], AbstractContextManager[None]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own."""
+        """Runs the module's own forward, compiled."""
         # Where somebody looks at every operation torch compiles nothing; a cache of keys is another for every layer.
         if torch._C._len_torch_dispatch_stack() or any(isinstance(each, Cache) for each in (*args, *kwargs.values())):
             return super().forward(*args, **kwargs)  # type: ignore[misc]

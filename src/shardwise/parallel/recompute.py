@@ -72,7 +72,7 @@ class Recomputed:
     _checkpoint: _Resuming
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own, checkpointed where a gradient is wanted."""
+        """Runs the module's own forward, checkpointed where a gradient is wanted."""
         own: Callable[..., Any] = super().forward  # type: ignore[misc]
         return self._checkpoint(own, *args, **kwargs) if torch.is_grad_enabled() else own(*args, **kwargs)
 

@@ -77,7 +77,7 @@ def computed_buffer(name: str, value: Tensor, registry: Registry) -> Tensor:
 
 
 def state_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Those of `state_names` that this rank holds."""
+    """The parameters and persistent buffers that this rank holds, by the names of `state_names`."""
     return {name: value for name, value in state_names(model).items() if value is not None}
 
 
