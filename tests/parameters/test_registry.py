@@ -9,10 +9,11 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise.comm.simulated import run_ranks
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.parallel.apply import apply_plan
 from shardwise.parallel.decide import decide_split
 from shardwise.parallel.declared_plans import declared_plan, vocabulary_plan
@@ -28,9 +29,11 @@ from shardwise.parameters.registry import (
     registry_of,
 )
 from shardwise.plan.options import ParallelSpec
+from shardwise.ranks.fake_mesh import fake_mesh
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.placement import Split
 from shardwise.tiny.simulate import SimulatedMesh
+from shardwise.topology.shape import MeshShape
 from tests.families import rows_of, tiny_batch, tiny_model
 
 
@@ -240,3 +243,22 @@ def test_modules_are_walked_again_only_where_they_changed(monkeypatch):
         del linear.scale
         assert len(list(parameters_of(model))) == len(names)
         assert len(list(parameters_of(copy.deepcopy(model)))) == len(names)
+
+
+@pytest.mark.single
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
+def test_what_is_made_of_a_gradient_is_one_and_what_it_is_written_to_is_not(layout):
+    with fake_mesh(MeshShape.parse(layout)) as mesh:
+        model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1), mesh).train()
+        model(**tiny_batch(tiny_model("llama"))).loss.backward()
+        parameter = model.lm_head.weight
+        gradient, entry = parameter.grad, entry_of(parameter)
+        for made in (gradient / 2, gradient.detach(), gradient.clone() * gradient, torch.abs(gradient)):
+            assert type(made) is type(gradient) and entry_of(made) is entry
+        state = torch.zeros_like(parameter).detach()
+        kind = type(state)
+        state.mul_(0.9).add_(gradient, alpha=0.1)
+        assert type(state) is kind and entry_of(state) is None
+        assert type(copy.deepcopy(gradient)) in (torch.Tensor, DTensor)
+        with pytest.raises(UnsupportedError, match="the norm of the gradient of a single parameter"):
+            gradient.norm().item()

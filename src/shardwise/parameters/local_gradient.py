@@ -48,7 +48,8 @@ class _Sharded(LocalGradient):
             return answer(func, *args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             value = func(*args, **(kwargs or {}))
-        for x in args if type(value) in (Tensor, DTensor) else ():
+        is_written = bool(args) and value is args[0]
+        for x in args if type(value) in (Tensor, DTensor) and not is_written else ():
             if isinstance(x, _ShardedGradient | _ShardedDGradient) and x.shape == value.shape:
                 return as_local_gradient(value, entry) if (entry := entry_of(x)) is not None else value
         return value
