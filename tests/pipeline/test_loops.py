@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -299,7 +298,6 @@ def refuse(mesh):
         "mode": said(lambda: model.train(is_last)(**batch)),
         "gradients": said(without_gradients_on_one),
         "model": said(lambda: steps[other if is_last else model](batch)),
-        "pickle": said(lambda: pickle.dumps(model)),
     }
     model.train()
 
@@ -339,9 +337,8 @@ def test_what_ranks_do_otherwise_is_the_same_error_on_all(on_ranks, layout):
     assert first["base"][0] == "LlamaModel is a part of a model in stages: no rank can run it alone"
     assert "does not require grad" in first["second order"][0]
     assert "in stages that goes on from keys and values" in first["prefix"][0]
-    assert "pickling a LlamaForCausalLM that is split" in first["pickle"][0]
     assert "the gradients of this forward have been added already" in first["again"][0]
-    assert "LBFGS on the parameters of one stage of a pipeline" in first["lbfgs"][0]
+    assert "LBFGS on parameters of this split model" in first["lbfgs"][0]
 
 
 def alone(mesh):
