@@ -68,6 +68,8 @@ def _gradients(
     parameters: nn.Module | Tensor | Iterable[Tensor],
 ) -> tuple[list[tuple[Tensor, ParameterEntry | None]], Registry | None]:
     """The local tensors of complete gradients, each with the entry of its parameter; None where it has none."""
+    registry: Registry | None
+    pairs: list[tuple[Tensor, ParameterEntry | None]]
     if isinstance(parameters, nn.Module):
         registry, view = registry_of(parameters), held_parameters(parameters)
         gradients_of(parameters).complete_partial()
