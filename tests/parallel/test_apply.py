@@ -35,3 +35,14 @@ def test_a_model_that_cannot_be_split_by_some_options_is_split_by_others(options
         shardwise.parallelize(model, mesh).train()
         model(**tiny_batch(tiny_model("llama"))).loss.backward()
         assert all(isinstance(p.grad, torch.Tensor) for p in model.parameters())
+
+
+def test_an_embedding_that_rewrites_its_rows_is_refused_before_anything_changes():
+    with fake_mesh(MeshShape.parse("tp2")) as mesh:
+        model = tiny_model("llama")
+        model.model.embed_tokens.max_norm = 1.0
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        with pytest.raises(ShardwiseError, match="max_norm"):
+            shardwise.parallelize(model, mesh)
+        assert not is_split(model)
+        assert {name: p.shape for name, p in model.named_parameters()} == shapes

@@ -177,6 +177,7 @@ class Proof:
             subject=f"a tiny {type(tiny).__name__}" + " with adapters" * bool(self.adapters),
             layout=f"{self.layout} with sequence parallelism" if self.spec.sequence_parallel else self.layout,
             measurements=tuple(measurements),
+            without_dropout=self._without_dropout(shape),
             seconds=time.perf_counter() - start,
         )
 
@@ -184,6 +185,14 @@ class Proof:
         """What the tiny model is given."""
         batch = make_batch(model, batch_size=batch_size, seed=0, padding=padding)
         return add_media(model, batch, seed=0) if self.with_media else batch
+
+    def _without_dropout(self, shape: MeshShape) -> str:
+        """Why nothing was dropped in the padded run, if nothing was."""
+        if not self.drops:
+            return "the model has no dropout"
+        if not _draws_in_order(self.spec, shape.pp_size):
+            return "a rank of several stages drops in an order of its own"
+        return "the tiny model cannot be trained with it, or drops nothing"
 
     @property
     def exact_spec(self) -> ParallelSpec:
@@ -235,7 +244,7 @@ def _prove_on_this_rank(proof: Proof) -> Measurement:
             split=_splitter(replace(proof.exact_spec, compilation=None)),  # of compiled code nobody sees what it draws
             step=step,
             loss_of=loss_of,
-            drops=proof.drops and _draws_in_order(proof.spec, mesh),
+            drops=proof.drops and _draws_in_order(proof.spec, mesh.shape.pp_size),
             tolerance=proof.tolerance,
         )
         found = replace(found, in_training=in_training)
@@ -260,9 +269,8 @@ def _inject(configs: Mapping[str, Any], tiny: nn.Module) -> nn.Module:
         ) from error
 
 
-def _draws_in_order(spec: ParallelSpec, mesh: Mesh) -> bool:
+def _draws_in_order(spec: ParallelSpec, pp_size: int) -> bool:
     """Whether a rank drops for one microbatch after the other: of several stages it would not be known which did."""
-    pp_size = mesh.shape.pp_size
     return pp_size == 1 or len(smallest_schedule(spec.pipeline, pp_size).rank_of) == pp_size
 
 

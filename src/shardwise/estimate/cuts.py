@@ -149,34 +149,19 @@ def cut(order: LayerOrder, facts: ModelFacts, pipeline: Pipeline, *, pp_size: in
 
 
 def balance(cost: Cost, num_segments: int, num_stages: int) -> tuple[int, ...]:
-    """With which segment each stage begins, so that the most expensive costs least, and the sum of squares is least
-    among those. Of equal ones those with fewest layers in front, where most microbatches are in flight.
+    """The segments with which stages begin, so that the most expensive stage costs least. Of equal cuts the one with
+    fewest layers in front, where most microbatches are in flight.
     """
 
     @functools.cache
-    def least_worst(start: int, left: int) -> int:
-        """The least cost of the most expensive of `left` stages from segment `start` on."""
+    def best(start: int, left: int) -> tuple[float, tuple[int, ...]]:
+        """The least cost of the most expensive of `left` stages from segment `start` on, and where they begin."""
         if left == 1:
-            return cost(start, num_segments)
-        ends = range(start + 1, num_segments - left + 2)
-        return min(max(cost(start, end), least_worst(end, left - 1)) for end in ends)
+            return cost(start, num_segments), (start,)
+        cuts = ((end, *best(end, left - 1)) for end in range(start + 1, num_segments - left + 2))
+        return min((max(cost(start, end), worst), (start, *starts)) for end, worst, starts in cuts)
 
-    bound = least_worst(0, num_stages)
-
-    @functools.cache
-    def most_even(start: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """The least sum of squares of stages that cost no more than the bound, and where they begin."""
-        if left == 1:
-            last = cost(start, num_segments)
-            return (last**2 if last <= bound else math.inf), (start,)
-        found = []
-        for end in range(start + 1, num_segments - left + 2):
-            first = cost(start, end)
-            rest, starts = most_even(end, left - 1)
-            found.append((first**2 + rest if first <= bound else math.inf, (start, *starts)))
-        return min(found)
-
-    return most_even(0, num_stages)[1]
+    return best(0, num_stages)[1]
 
 
 def _cost(order: LayerOrder, facts: ModelFacts) -> Cost:

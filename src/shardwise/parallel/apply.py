@@ -18,7 +18,7 @@ from shardwise.parallel.recompute import apply_recomputation, find_recomputed
 from shardwise.parallel.sequence_parallel import apply_sequence_parallelism
 from shardwise.parallel.stages import apply_stages, fit_absent
 from shardwise.parallel.state_dict_guard import guard_state_dict
-from shardwise.parallel.tensor_parallel import apply_tensor_parallelism, split_parameters
+from shardwise.parallel.tensor_parallel import apply_tensor_parallelism, check_tensor_parallelism, split_parameters
 from shardwise.parameters.registry import Registry, attach_registry, entries_of, is_split, note_parameters
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
@@ -54,6 +54,7 @@ def apply_plan(
     # First all checks, then all edits: a model that cannot be split stays as it is.
     check_compilation(spec.compilation, context)
     check_data_parallelism(model, spec.fsdp, mesh)
+    check_tensor_parallelism(model, plan)
     recomputed = find_recomputed(model, plan.stacks, spec.recompute)
     registry = Registry(mesh=mesh, plan=plan, context=context, tied=plan.tied)
     note_parameters(model, registry)

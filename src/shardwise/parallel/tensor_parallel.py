@@ -34,7 +34,7 @@ from shardwise.runtime.region_edges import (
 from shardwise.sharding.placement import Split
 from shardwise.tiny.fields import layer_overrides, read_field
 
-__all__ = ["apply_tensor_parallelism", "fit_sizes", "split_parameters"]
+__all__ = ["apply_tensor_parallelism", "check_tensor_parallelism", "fit_sizes", "split_parameters"]
 
 _HEAD_COUNTS = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")
 
@@ -49,6 +49,19 @@ def split_parameters(model: nn.Module, registry: Registry) -> None:
         entry = registry.entry(name)
         if entry.split is not None:
             parameter.data = local_tensor(parameter.data, entry.tensor_layout, coords)
+
+
+def check_tensor_parallelism(model: nn.Module, plan: SplitPlan) -> None:
+    """Raises `UnsupportedError` where an embedding that the plan splits over its vocabulary rewrites its rows."""
+    for name, style in plan.modules.items() if plan.tp_size > 1 else ():
+        embedding = unwrapped(model.get_submodule(name))
+        if style == "embedding_rowwise" and getattr(embedding, "max_norm", None) is not None:
+            raise UnsupportedError(
+                "an embedding with max_norm cannot be split over its vocabulary",
+                at=name,
+                why="it rewrites rows in its forward, which the ranks that do not hold them cannot see",
+                fix='replicate it with the style "replicate"',
+            )
 
 
 def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> None:
@@ -176,12 +189,6 @@ def _apply_style(module: nn.Module, name: str, registry: Registry, *, leave: Reg
 
 def _split_vocabulary(module: nn.Module, split: Split, context: SplitContext) -> None:
     embedding = unwrapped(module)
-    if getattr(embedding, "max_norm", None) is not None:
-        raise UnsupportedError(
-            "an embedding with max_norm cannot be split over its vocabulary",
-            why="it rewrites rows in its forward, which the ranks that do not hold them cannot see",
-            fix='replicate it with the style "replicate"',
-        )
     start = sum(split.local_sizes[: context.coord])
     rows = split.local_sizes[context.coord]
     padding = getattr(embedding, "padding_idx", None)
@@ -192,8 +199,9 @@ def _split_vocabulary(module: nn.Module, split: Split, context: SplitContext) ->
 
 def fit_sizes(module: nn.Module, weight: Tensor | None) -> None:
     """Updates the size attributes of a linear, embedding or depthwise convolution to those of its weight."""
-    if isinstance(module, nn.Conv1d | nn.Conv2d) and weight is not None and module.groups == module.out_channels:
-        module.groups = module.in_channels = module.out_channels = weight.shape[0]
+    if isinstance(module, nn.Conv1d | nn.Conv2d) and weight is not None and 1 < module.groups == module.out_channels:
+        module.in_channels = module.in_channels // module.groups * weight.shape[0]
+        module.groups = module.out_channels = weight.shape[0]
     if weight is None or weight.ndim != 2:
         return
     if isinstance(module, nn.Linear):

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from shardwise.errors import PlanError, UnsupportedError, one_line
+from shardwise.errors import PlanError, UnsupportedError
 from shardwise.parallel.stages import keep_stages
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan, Returned
-from shardwise.plan.structure import nearest, upwards
+from shardwise.plan.structure import upwards
 from shardwise.probe.disk_cache import cache_path, read, write
 from shardwise.probe.staged import train_in_stages
 from shardwise.probe.trial import Verdict, failed, failures_explained
 from shardwise.probe.tried_model import build_tried_model
-from shardwise.probe.watch_order import merged, modules_around, watch_order
+from shardwise.probe.watch_order import watch_order
 from shardwise.runtime.modes import has_dropout
 from shardwise.sharding.json_form import from_json, to_json
 from shardwise.stages.model import Stages
@@ -71,19 +71,7 @@ def _order_of(model: PreTrainedModel) -> LayerOrder:
     if drops and draws_in_backward(tiny, batch):
         why = "in backward it drops again by seeds that its modules keep, those of the last microbatch for all of them"
         raise no_stages(type(model).__name__, why, at="", fix="set dropout to 0 in the config, or use pp1")
-    try:
-        return tried_order(tiny, batch, drops=drops)
-    except Exception as error:
-        around = modules_around(tiny)
-        try:
-            order = tried_order(tiny, batch, layers=around, drops=drops) if around else None
-        except Exception:  # noqa: BLE001 - the first error says more
-            order = None
-        if order is None:
-            raise
-        name, runs = type(model).__name__, ", ".join(order.calls)
-        logger.warning("%s is cut only before one of %s: between its layers, %s", name, runs, one_line(error))
-        return order
+    return tried_order(tiny, batch, drops=drops)
 
 
 def tried_order(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection[str] = (), drops: bool) -> LayerOrder:
@@ -92,10 +80,9 @@ def tried_order(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection
     Raises:
         PlanError: it does not.
     """
-    order, returns = _watched_twice(tiny, batch, layers=layers, drops=drops)
+    order, returns = watch_order(tiny, batch, layers=layers, drops=drops)
     if len(order.calls) == 1:
         raise no_stages(type(tiny).__name__, f"of its layers only {order.calls[0]} runs", at="")
-    order = replace(order, returns={**order.returns, **_composite_returns(tiny, order, returns)})
     while True:
         try:
             reason, at = _difference(tiny, batch, order), ""
@@ -111,20 +98,6 @@ def tried_order(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection
     if reason:
         raise no_stages(type(tiny).__name__, reason, at=at)
     return order
-
-
-def _watched_twice(tiny: nn.Module, batch: Mapping[str, Any], **options: Any) -> tuple[LayerOrder, dict[str, Returned]]:
-    """What was seen of a tiny model in its mode, and in training where that runs the same layers."""
-    order, returns = watch_order(tiny, batch, **options)
-    if tiny.training:
-        return order, returns
-    try:
-        other, others = watch_order(copy.deepcopy(tiny).train(), copied(batch), **options)
-    except Exception:  # noqa: BLE001 - it wants other inputs to train
-        return order, returns
-    if other.calls != order.calls:
-        return order, returns
-    return merged(order, other), {name: each for name, each in returns.items() if others.get(name) == each}
 
 
 def _check_training(tiny: PreTrainedModel, batch: Mapping[str, Any], order: LayerOrder) -> None:
@@ -144,17 +117,6 @@ def _stages_of_one(model: nn.Module, order: LayerOrder) -> Stages:
     """All stages in one model, one for every segment, in place."""
     starts = tuple(range(len(order.calls)))
     return keep_stages(model, PipelinePlan(order=order, schedule="1f1b", starts=starts, rank_of=starts), own=starts)
-
-
-def _composite_returns(tiny: nn.Module, order: LayerOrder, returns: Mapping[str, Returned]) -> dict[str, Returned]:
-    """Of `returns`, modules that consist of others, attention for instance, inside of layers whose code must run."""
-    return {
-        name: each
-        for name, each in returns.items()
-        if nearest(name, order.returns) is None
-        and nearest(name, order.calls) is not None
-        and sum(bool(child._parameters) for child in tiny.get_submodule(name).modules()) > 1
-    }
 
 
 def _returns_around(

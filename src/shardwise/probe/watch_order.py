@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from shardwise.plan.structure import outermost_layers, upwards
 from shardwise.stages.anchors import is_dropout, made_by, named_arguments, named_tensors, used_by, writes
 from shardwise.tiny.objective import copied
 
-__all__ = ["merged", "modules_around", "watch_order"]
+__all__ = ["watch_order"]
 
 
 def watch_order(
@@ -48,43 +48,6 @@ def watch_order(
     if drops and watcher.dropped_for_later:
         watcher = _watched(model, batch, layers, shares_dropped=True)
     return watcher.found()
-
-
-def modules_around(model: nn.Module) -> frozenset[str]:
-    """The modules that run the layer stacks of a model, and those with parameters beside them, such as embeddings and
-    heads; none where the model itself runs its layers.
-    """
-    modules = dict(model.named_modules())
-    layers = outermost_layers(read_facts(model).stacks)
-    running = {
-        next(name for name in list(upwards(layer))[1:] if type(modules[name]).forward is not nn.Module.forward)
-        for layer in layers
-    }
-    if "" in running or not running:
-        return frozenset()
-    around = {""} | {name for each in running for name in list(upwards(each))[1:]}
-    beside = {name for name in modules if name.rpartition(".")[0] in around and name not in around}
-    return frozenset(name for name in beside if name in running or any(True for _ in modules[name].parameters()))
-
-
-def merged(order: LayerOrder, other: LayerOrder) -> LayerOrder:
-    """What is known of a model that was watched in both of its modes, in which the same layers ran."""
-    crossings = []
-    for cut, same in zip(order.crossings, other.crossings, strict=True):
-        found = {each.anchor: each for each in cut}
-        for each in same:
-            known = found.get(each.anchor, each)
-            needs_gradient = known.needs_gradient or each.needs_gradient
-            is_written = known.is_written or each.is_written
-            found[each.anchor] = replace(each, needs_gradient=needs_gradient, is_written=is_written)
-        crossings.append(tuple(found.values()))
-    return replace(
-        order,
-        uses={name: tuple(sorted({*order.uses[name], *other.uses[name]})) for name in order.uses},
-        crossings=tuple(crossings),
-        returns={name: each for name, each in order.returns.items() if other.returns.get(name) == each},
-        shares_dropped=order.shares_dropped or other.shares_dropped,
-    )
 
 
 def _watched(model: nn.Module, batch: Mapping[str, Any], layers: Collection[str], *, shares_dropped: bool) -> _Watcher:

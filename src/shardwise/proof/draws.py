@@ -114,6 +114,11 @@ class Redraws(TorchDispatchMode):
         return Redraws(self._ranks, (), chosen=rank)
 
     @property
+    def num_draws(self) -> int:
+        """How often the full model has drawn."""
+        return self._place
+
+    @property
     def num_ranks(self) -> int:
         """How many ranks drew."""
         return len(self._ranks)

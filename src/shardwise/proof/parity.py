@@ -265,6 +265,7 @@ def measure_in_training(
     if problems := problems_of(given, expected, train):
         return Difference(error=float("inf"), allowed=tolerance.gradient, name=problems[0])
     worst = _worst({"loss": loss, **_gradients(model)}, expected, tolerance.gradient, tolerance.gradient_floor)
+    worst = replace(worst, num_draws=sum(redraws.num_draws for redraws in given))
 
     def measured(model: nn.Module, **options: Any) -> dict[str, Difference]:
         return {"in_training": again(model, **options) or worst}  # where it cannot be trained so
@@ -357,8 +358,11 @@ def _full(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], relative: float, absolute: float) -> Difference:
     """The difference that comes closest to what is allowed for it, or exceeds it most."""
-    worst = Difference(error=0.0, allowed=absolute)
-    for name in sorted(set(found) & set(expected)):
+    if one_sided := sorted(found.keys() ^ expected.keys()):
+        name = f"{one_sided[0]}, which only the {'split' if one_sided[0] in found else 'unsplit'} model has"
+        return Difference(error=float("inf"), allowed=absolute, name=name)
+    worst = Difference(error=0.0, allowed=absolute, num_compared=len(expected))
+    for name in sorted(expected):
         value, want = found[name].detach().double().cpu(), expected[name].detach().double().cpu()
         if value.shape != want.shape:
             return Difference(error=float("inf"), allowed=absolute, name=f"{name} {list(value.shape)}")
@@ -367,7 +371,7 @@ def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], relative
         error = float((value - want).abs().max())
         allowed = relative * float(want.abs().max()) + absolute
         if not error / allowed <= worst.error / worst.allowed:
-            worst = Difference(error=error, allowed=allowed, name=name)
+            worst = replace(worst, error=error, allowed=allowed, name=name)
         if error != error:
             return worst
     return worst

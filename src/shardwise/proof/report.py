@@ -16,7 +16,7 @@ _LABELS = {
     "logits": "logits",
     "gradient": "worst gradient",
     "parameter": "parameters, 3 steps",
-    "in_training": "padding, dropout",
+    "in_training": "padding",
     "narrow": "in {}",
 }
 
@@ -31,6 +31,7 @@ class Report:
         measurements: one for each rank.
         seconds: how long the proof took.
         not_given: images, videos and sound that the model takes and was not given, by their arguments' names.
+        without_dropout: why nothing was dropped, if nothing was.
     """
 
     subject: str
@@ -38,6 +39,7 @@ class Report:
     measurements: tuple[Measurement, ...]
     seconds: float
     not_given: tuple[str, ...] = ()
+    without_dropout: str = "nothing draws random numbers"
 
     @property
     def passed(self) -> bool:
@@ -65,7 +67,12 @@ class Report:
         rows = [("", "largest difference", "allowed", "verdict", "where")]
         for name in _LABELS:
             found = [getattr(each, name) for each in self.measurements]
-            rows += [_row(name, found)] if found[0] is not None else []
+            if found[0] is None:
+                rows += [("padding", "not tried", "", "", "it cannot be trained on it")] * (name == "in_training")
+                continue
+            rows.append(_row(name, found))
+            if name == "in_training" and not found[0].num_draws:
+                rows.append(("dropout", "not tried", "", "", self.without_dropout))
             own = [each.own_rounding.get(name) for each in self.measurements]
             if own[0] is not None and not all(each.passed for each in found):
                 rows.append(("  unsplit, alone", f"{own[0].error:.1e}", "", "", "in float32, from itself in float64"))
@@ -95,6 +102,10 @@ def _row(name: str, found: list[Difference]) -> tuple[str, str, str, str, str]:
     where = "of all gradients, relative to their norm" if name == "narrow" else worst.name
     where = ", ".join(filter(None, (where, worst.again)))
     label = _LABELS[name].format(worst.name)
+    if not worst.num_compared:
+        return label, "not compared", "", "", "neither model returns any"
+    if worst.num_draws:
+        label, where = f"{label}, dropout", f"{where} ({counted(worst.num_draws, 'draw')} alike)".lstrip()
     return label, f"{worst.error:.1e}", f"{worst.allowed:.1e}", _verdict(worst.passed), where
 
 

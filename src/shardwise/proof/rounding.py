@@ -50,12 +50,16 @@ class Difference:
 
     Attributes:
         again: how it was measured again, where rounding had put it over what is allowed.
+        num_compared: how many tensors were compared.
+        num_draws: how many random tensors, dropout masks for instance, both models drew alike.
     """
 
     error: float
     allowed: float
     name: str = ""
     again: str = ""
+    num_compared: int = 1
+    num_draws: int = 0
 
     @property
     def passed(self) -> bool:

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from shardwise.errors import UnsupportedError
 
-__all__ = ["has_dropout", "in_eval_mode", "is_checkpointed", "is_in_backward", "refuse_compiled"]
+__all__ = ["dropout_chances", "has_dropout", "in_eval_mode", "is_checkpointed", "is_in_backward", "refuse_compiled"]
 
 
 def is_in_backward() -> bool:
@@ -46,11 +46,18 @@ def has_dropout(source: nn.Module | PreTrainedConfig) -> bool:
         owners = [*source.modules(), *([source.config] if getattr(source, "config", None) else [])]
     else:
         owners += [value for value in vars(source).values() if isinstance(value, PreTrainedConfig)]
-    return any(
-        isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name or isinstance(owner, nn.Dropout))
-        for owner in owners
-        for name, value in vars(owner).items()
-    )
+    return any(vars(owner)[name] > 0 for owner in owners for name in dropout_chances(owner))
+
+
+def dropout_chances(owner: object) -> Iterator[str]:
+    """The attributes of a module or config that are chances to drop, or noise on routers."""
+    for name, value in vars(owner).items():
+        if isinstance(owner, nn.Dropout):
+            is_chance = name == "p"
+        else:
+            is_chance = isinstance(value, float) and ("drop" in name or "jitter" in name)
+        if is_chance:
+            yield name
 
 
 @torch.compiler.disable

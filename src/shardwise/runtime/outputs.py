@@ -49,7 +49,7 @@ def install_outputs(
     Communicates: over tp, for every part that it would have returned one all-gather forward, nothing backward.
     """
 
-    def begin(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def begin(module: nn.Module, args: Any) -> None:
         if not context.is_under_way:
             context.begin_forward(module)
 
@@ -70,7 +70,7 @@ def install_outputs(
             output = map_fields(output, _scaled(context, ends_alike=ends_alike))
         return output
 
-    module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
+    module.register_forward_pre_hook(begin, prepend=True)
     module.register_forward_hook(leave)
     module.register_forward_hook(lambda module, *_: context.end_forward(module), always_call=True)
 

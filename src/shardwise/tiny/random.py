@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.runtime.modes import is_in_backward
+from shardwise.runtime.modes import dropout_chances, is_in_backward
 from shardwise.tiny.objective import copied, objective_of
 
 __all__ = ["draws_in_backward", "draws_shared", "seeded", "set_dropout", "training_copy"]
@@ -95,12 +95,6 @@ def set_dropout(model: nn.Module, chance: float) -> None:
     """Sets every chance to drop, and noise on routers, that modules and configs know; not of layers."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     for owner in {id(each): each for each in (*configs, *model.modules()) if each is not None}.values():
-        for name, value in list(vars(owner).items()):
-            if isinstance(value, float | int) and not isinstance(value, bool) and _is_chance(owner, name):
+        for name in list(dropout_chances(owner)):
+            if "layer" not in name.removesuffix("_layer"):
                 setattr(owner, name, chance)
-
-
-def _is_chance(owner: object, name: str) -> bool:
-    if isinstance(owner, nn.Dropout) and name == "p":
-        return True
-    return ("drop" in name or "jitter" in name) and "layer" not in name.removesuffix("_layer")

@@ -16,12 +16,23 @@ from shardwise.topology.axes import DATA_AXES
 from shardwise.topology.shape import MeshShape
 
 __all__ = [
-    "current_mesh", "destroy_model_parallel", "get_data_parallel_group", "get_data_parallel_rank",
-    "get_data_parallel_size", "get_data_parallel_world_size", "get_pipeline_model_parallel_group",
-    "get_pipeline_model_parallel_rank", "get_pipeline_model_parallel_size", "get_tensor_model_parallel_group",
-    "get_tensor_model_parallel_rank", "get_tensor_model_parallel_size", "get_tensor_model_parallel_world_size",
-    "get_tensor_parallel_size", "initialize_model_parallel", "model_parallel_is_initialized",
-]  # fmt: skip
+    "current_mesh",
+    "destroy_model_parallel",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_size",
+    "get_data_parallel_world_size",
+    "get_pipeline_model_parallel_group",
+    "get_pipeline_model_parallel_rank",
+    "get_pipeline_model_parallel_size",
+    "get_tensor_model_parallel_group",
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_size",
+    "get_tensor_model_parallel_world_size",
+    "get_tensor_parallel_size",
+    "initialize_model_parallel",
+    "model_parallel_is_initialized",
+]
 
 
 class _State:
