@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 from transformers import (
     CLIPVisionConfig,
     LlamaConfig,
@@ -86,12 +87,45 @@ def llava_batch(rows, *, seed=0, images=(2, 0, 1, 1), **_):
     return batch | ({"pixel_values": own} if len(own) else {})
 
 
+def mllama():
+    """A model whose decoder has layers that attend to images, and do not run without."""
+    eye = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_global_layers": 1}
+    eye |= {"attention_heads": 2, "image_size": 16, "patch_size": 8, "max_num_tiles": 1, "vision_output_dim": 64}
+    eye |= {"intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]]}
+    text = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "pad_token_id": 0}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 2, "cross_attention_layers": [1]}
+    text |= {"bos_token_id": 1, "eos_token_id": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    torch.manual_seed(0)
+    config = transformers.MllamaConfig(text_config=text, vision_config=eye, image_token_index=98)
+    model = transformers.MllamaForConditionalGeneration(config).eval()
+    for name, value in model.named_parameters():
+        if "gate" in name:
+            value.data.fill_(0.5)
+    return model
+
+
+def mllama_batch(rows, *, seed=0, **_):
+    """The rows of these numbers, of which the even ones have an image; all of `rows` or none."""
+    generator = torch.Generator().manual_seed(seed)
+    ids, pixels = (
+        torch.randint(3, 90, (4, 16), generator=generator),
+        torch.randn(4, 1, 1, 3, 16, 16, generator=generator),
+    )
+    batch = {"input_ids": ids[rows], "labels": ids[rows]}
+    if rows[0] % 2:
+        return batch
+    ones = {"aspect_ratio_ids": (1,), "aspect_ratio_mask": (1, 1), "cross_attention_mask": (16, 1, 1)}
+    media = {name: torch.ones(len(rows), *shape, dtype=torch.long) for name, shape in ones.items()}
+    return batch | media | {"pixel_values": pixels[rows]}
+
+
 MODELS = {"qwen2_vl": (qwen2_vl, qwen2_vl_batch), "llava": (llava, llava_batch)}
+CROSSING = {"mllama": (mllama, mllama_batch)}
 
 
 def differences(mesh, kind, *, order=(0, 1, 2, 3), num_microbatches=1, frozen=False, evaluates=False, **options):
     """What a step over rows in this order computes otherwise than the unsplit model."""
-    build, batch_of = MODELS[kind]
+    build, batch_of = (MODELS | CROSSING)[kind]
     unsplit = build()
     if frozen:
         for name, value in unsplit.named_parameters():
@@ -99,7 +133,10 @@ def differences(mesh, kind, *, order=(0, 1, 2, 3), num_microbatches=1, frozen=Fa
     model = shardwise.parallelize(copy.deepcopy(unsplit), mesh)
     share = len(order) // mesh.data_size
     own = list(order[mesh.data_rank * share :][:share])
-    loss = unsplit(**batch_of(list(order), **options)).loss
+    parts = [batch_of(list(order[at : at + share]), **options) for at in range(0, len(order), share)]
+    counts = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
+    losses = [unsplit(**part).loss * count / sum(counts) for part, count in zip(parts, counts, strict=True)]
+    loss = torch.stack(losses).sum()
     if evaluates:
         with torch.no_grad():
             found = model(**batch_of(own, **options)).loss
@@ -139,6 +176,7 @@ RAGGED = [
     {"kind": "qwen2_vl", "order": (1, 2)},
     {"kind": "qwen2_vl", "order": (0, 1), "evaluates": True},
     {"kind": "qwen2_vl", "order": (1, 1)},
+    {"kind": "mllama", "order": (0, 1)},
 ]
 """Rows of which one data rank has an image and the other has none; at last nobody has."""
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from shardwise.estimate.cuts import cut
 from shardwise.estimate.flops import count_work
-from shardwise.parallel.facts import find_decoder, read_windows
+from shardwise.parallel.facts import find_conditional_layers, read_windows
 from shardwise.plan.adapters import stages_with_adapters, with_adapters
 from shardwise.plan.data_axes import with_data_axes
 from shardwise.plan.decision import SplitPlan
@@ -50,9 +50,8 @@ def decide_split(
         stages = stages_with_adapters(cut(order, facts, spec.pipeline, pp_size=shape.pp_size), facts)
     trained = {name: str(value.dtype) for name, value in model.named_parameters() if value.requires_grad}
     plan = with_adapters(resolved, facts)
-    plan = with_data_axes(
-        plan, facts, shape, stages, units=spec.fsdp.units, decoder=find_decoder(model), dtypes=trained
-    )
+    conditional = find_conditional_layers(model, facts)
+    plan = with_data_axes(plan, facts, shape, stages, units=spec.fsdp.units, conditional=conditional, dtypes=trained)
     norms = {
         name: recognise_norm(model.get_submodule(name)) for name, style in plan.modules.items() if style == "norm_split"
     }

@@ -15,7 +15,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.data.media import is_medium
-from shardwise.plan.structure import Heads, LayerStack, ModelFacts, ModuleFacts, fqn_of, nearest
+from shardwise.plan.structure import (
+    Heads,
+    LayerStack,
+    ModelFacts,
+    ModuleFacts,
+    fqn_of,
+    is_within,
+    nearest,
+    outermost_layers,
+)
 from shardwise.runtime.adapter_facts import places_in, read_adapters
 from shardwise.runtime.adapters import unwrapped
 from shardwise.runtime.arguments import argument_names
@@ -24,7 +33,7 @@ __all__ = [
     "KEY_VALUE_HEAD_NAMES",
     "QUERY_HEAD_NAMES",
     "counts_of",
-    "find_decoder",
+    "find_conditional_layers",
     "is_of_transformers",
     "names_read",
     "output_head",
@@ -251,14 +260,20 @@ def _name_of(model: nn.Module, part: nn.Module | None) -> str | None:
     return next((name for name, module in model.named_modules() if module is part), None)
 
 
-def find_decoder(model: nn.Module) -> str | None:
-    """The name of the part of a model that runs for every batch, where other layers run only for batches with images or
-    sound. None where all layers run for every batch.
+def find_conditional_layers(model: nn.Module, facts: ModelFacts) -> frozenset[str]:
+    """The layers that run only for batches with images or sound. A model that takes some beside tokens has them outside
+    of its decoder, and in it where they attend to images alone.
     """
     takes = inspect.signature(model.forward).parameters
     media = [each for name, each in takes.items() if is_medium(name)]
     get_decoder: Any = getattr(model, "get_decoder", None)
     if get_decoder is None or "input_ids" not in takes or not any(each.default is None for each in media):
-        return None
-    decoder = get_decoder()
-    return next((name for name, module in model.named_modules() if module is decoder and name), None)
+        return frozenset()
+    inner = get_decoder()
+    decoder = next((name for name, module in model.named_modules() if module is inner and name), None)
+    if decoder is None:
+        return frozenset()
+    crossing: Any = getattr(getattr(inner, "config", None), "cross_attention_layers", None) or ()
+    numbers = {str(number) for number in crossing}
+    layers = outermost_layers(facts.stacks)
+    return frozenset(each for each in layers if not is_within(each, [decoder]) or each.rpartition(".")[2] in numbers)

@@ -148,7 +148,7 @@ def _parts(root: nn.Module, units: Units, registry: Registry) -> Iterator[nn.Mod
     """What callers may run by itself: all modules with parameters that are not inside of a unit, except layers."""
     own = {module for unit in units.values() for module in unit}
     layers = set(map(root.get_submodule, outermost_layers(registry.plan.stacks)))
-    inside = {each for module in own for each in module.modules() if each is not module} | layers | {root}
+    inside = {each for module in own | layers for each in module.modules() if each is not module} | layers | {root}
     for module in root.modules():
         if module not in inside and next(module.parameters(), None) is not None:
             module.register_forward_hook(_own_output)

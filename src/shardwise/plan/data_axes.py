@@ -26,7 +26,7 @@ could be given to its root.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from shardwise.errors import ConfigError, did_you_mean
@@ -50,16 +50,16 @@ def with_data_axes(
     pipeline: PipelinePlan | None = None,
     *,
     units: Sequence[str] | None = None,
-    decoder: str | None = None,
+    conditional: Collection[str] = (),
     dtypes: Mapping[str, str] | None = None,
 ) -> SplitPlan:
     """`plan`, which was resolved over tp alone, on a mesh of `shape`, cut into the stages of `pipeline`.
 
     Args:
-        units, decoder: as in `find_units`.
+        units, conditional: as in `find_units`.
         dtypes: of the parameters that are trained, by their names.
     """
-    plan = replace(plan, shape=shape, units=find_units(facts, units, decoder=decoder), pipeline=pipeline)
+    plan = replace(plan, shape=shape, units=find_units(facts, units, conditional=conditional), pipeline=pipeline)
     kept = _kept_in_full(plan) if pipeline is not None and shape.data_size > 1 else frozenset()
     kept |= _of_rarer_dtypes(plan, dtypes or {})
     staged = {fqn: _over_stages(each, plan) for fqn, each in plan.parameters.items()}
@@ -138,13 +138,13 @@ def _are_replicas_aligned(placement: object) -> bool:
 
 
 def find_units(
-    facts: ModelFacts, chosen: Sequence[str] | None = None, *, decoder: str | None = None
+    facts: ModelFacts, chosen: Sequence[str] | None = None, *, conditional: Collection[str] = ()
 ) -> tuple[tuple[str, ...], ...]:
     """What is gathered together, in order of registration, without the rest that belongs to the model itself.
 
     Args:
         chosen: patterns of the modules' names, instead of those above (see `FsdpPolicy`).
-        decoder: outside of it layers run only for some batches. None where all layers run for every batch.
+        conditional: layers that run only for some batches.
 
     Raises:
         ConfigError: a pattern matches no module with parameters.
@@ -152,8 +152,7 @@ def find_units(
     if facts.model_type in SINGLE_FSDP_UNIT:
         return ()
     owned = _owned(facts)
-    layers = [layer for layer in outermost_layers(facts.stacks) if owned[layer]]
-    candidates = [layer for layer in layers if decoder is None or is_within(layer, [decoder])]
+    candidates = [layer for layer in outermost_layers(facts.stacks) if owned[layer] and layer not in conditional]
     for end in _ends(facts):
         if not is_within(end, candidates):
             candidates.append(end)
