@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from shardwise.api.checkpoints import fill_model, holds_all
 from shardwise.api.filling import Filling, build_unfilled
 from shardwise.api.prepare import check_options, fingerprint, prepare
+from shardwise.checkpoint.reader import StoredParts
 from shardwise.comm.agree import agree_on
 from shardwise.errors import ConfigError, LoadError
 from shardwise.lora.files import load_adapter_weights
@@ -95,21 +97,22 @@ def load_by_spec(  # noqa: PLR0913 - what `load` takes
     dtype: torch.dtype | str | None,
     seed: int,
     adapter: Any,
-    fill: Callable[[nn.Module], None] | None = None,
+    checkpoint: StoredParts | None = None,
     options: dict[str, Any],
 ) -> Any:
     """As `load`.
 
     Args:
-        fill: puts values into the split model on the meta device, in place of the weights of `source`.
+        checkpoint: open on every rank, whose values take the place of those of `source`.
 
-    Communicates: as `load`, and what `fill` does.
+    Communicates: as `load`, and with `checkpoint` as `load_checkpoint`.
     """
     check_options(mesh.shape, spec)
+    reads = checkpoint is None or not holds_all(checkpoint)
 
     def build() -> tuple[tuple[PreTrainedModel, Filling, Any], dict[str, str]]:
         _check_source(source, adapter, options)
-        model, filling = build_unfilled(source, auto_class, dtype=dtype, options=options, reads=fill is None)
+        model, filling = build_unfilled(source, auto_class, dtype=dtype, options=options, reads=reads)
         wrapped: Any = model if adapter is None else filling.inject(model, adapter)
         config = getattr(model, "generation_config", None)
         values = config.to_dict() if config is not None else {}
@@ -119,15 +122,13 @@ def load_by_spec(  # noqa: PLR0913 - what `load` takes
     model, filling, wrapped = _agree(mesh, build, doing="building the model")
     with filling:
         registry = prepare(wrapped, mesh, spec)
-        if fill is not None:
-            fill(model)
 
         def load_values() -> tuple[None, dict[str, str]]:
             filling.fill(model, registry, seed=seed)
             read = load_adapter_weights(wrapped, adapter) if isinstance(adapter, str | os.PathLike) else {}
             return None, {f"the adapter's {key}": fingerprint(value) for key, value in read.items()}
 
-        _agree(mesh, load_values, doing="loading")
+        fill_model(wrapped, checkpoint, lambda: _agree(mesh, load_values, doing="loading"))
     return wrapped
 
 

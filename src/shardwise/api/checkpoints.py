@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from shardwise.optim.optimizer import model_under
 from shardwise.parallel.materialize import put_tensor
 from shardwise.parameters.registry import registry_of
 
-__all__ = ["load_checkpoint", "restore", "save_checkpoint"]
+__all__ = ["fill_model", "holds_all", "load_checkpoint", "restore", "save_checkpoint"]
 
 
 @torch.inference_mode(mode=False)  # what is made here is used again outside of it
@@ -154,6 +154,29 @@ def load_checkpoint(
     if mesh is not None:
         check_same_target(target, mesh, verifies=verify)
     return restore(open_on_all_ranks(path, tag, mesh, verifies=verify), target)
+
+
+def fill_model(model: nn.Module, checkpoint: StoredParts | None, fill: Callable[[], object]) -> None:
+    """Gives a split model that is on the meta device its values: those of a checkpoint, and those of its source.
+
+    Args:
+        checkpoint: whose values come before those of the source; None: there is none.
+        fill: reads or draws what is still on the meta device. It comes first where the checkpoint lacks frozen weights.
+
+    Communicates: what `load_checkpoint` and `fill` do.
+    """
+    is_first = checkpoint is None or not holds_all(checkpoint)
+    if is_first:
+        fill()
+    if checkpoint is not None:
+        restore(checkpoint, LoadTarget(model=model))
+    if not is_first:
+        fill()
+
+
+def holds_all(checkpoint: StoredParts) -> bool:
+    """Whether a checkpoint holds all parameters of its model, not the trained ones alone."""
+    return checkpoint.manifest.content == "all"
 
 
 @torch.inference_mode(mode=False)

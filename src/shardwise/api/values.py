@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 from typing import Any
@@ -10,11 +11,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.api.checkpoints import load_checkpoint
-from shardwise.api.converting import open_anywhere
+from shardwise.api.checkpoints import fill_model, holds_all
 from shardwise.api.filling import Filling, filling_for
 from shardwise.api.lazily import FILLING
 from shardwise.api.prepare import prepare
+from shardwise.checkpoint.background import join_saves
+from shardwise.checkpoint.load import open_on_all_ranks
 from shardwise.comm.agree import agree_on, raise_on_all_ranks
 from shardwise.comm.operations import all_gather_objects
 from shardwise.errors import UnsupportedError
@@ -49,7 +51,9 @@ class Values:
     def __init__(
         self, model: nn.Module, mesh: Mesh, *, checkpoint: Place | None = None, ranks_at_a_time: int | None = None
     ) -> None:
-        self._model, self._checkpoint, self._group = model, checkpoint, mesh.group()
+        self._model, self._group = model, mesh.group()
+        join_saves(mesh)
+        self._checkpoint = None if checkpoint is None else open_on_all_ranks(checkpoint, None, mesh)
         self._inner: Any = find_model(model)
         self.filling, self._reads = agree_on(
             self._group,
@@ -66,7 +70,7 @@ class Values:
         self._turn, self._num_turns = nodes[:own].count(nodes[own]) // at_a_time, -(-most // at_a_time)
 
     def _look(self) -> tuple[tuple[Filling | None, bool], dict[str, str]]:
-        filling, reads = _filling_of(self._inner), self._checkpoint is None or _holds_part(self._checkpoint)
+        filling, reads = _filling_of(self._inner), self._checkpoint is None or not holds_all(self._checkpoint)
         return (filling, reads), filling.describe() if filling is not None and reads else {}
 
     def put(self, registry: Registry) -> None:
@@ -77,12 +81,7 @@ class Values:
 
         Communicates: one gather of a small object over all ranks for every turn; as `load_checkpoint`.
         """
-        if self._reads:
-            self._fill(registry)
-        if self._checkpoint is not None:
-            load_checkpoint(self._checkpoint, model=self._model)
-        if not self._reads:
-            self._fill(registry)
+        fill_model(self._model, self._checkpoint, functools.partial(self._fill, registry))
         list(find_parameters(self._model))  # FSDP2 made parameters anew, which are to know their entries
 
     def _fill(self, registry: Registry) -> None:
@@ -144,9 +143,3 @@ def _filling_of(model: Any) -> Filling | None:
     if own is None:
         return filling_for(model)
     return own.with_adapters_of(model) if has_adapters(model) else own
-
-
-def _holds_part(checkpoint: Place) -> bool:
-    """Whether a checkpoint holds the trained parameters alone."""
-    with open_anywhere(checkpoint) as stored:
-        return stored.manifest.content != "all"

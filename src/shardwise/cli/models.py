@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import transformers
 from shardwise.api.building import load_by_spec
 from shardwise.api.rehearsal import Rehearsal
 from shardwise.checkpoint.export import export_bytes
+from shardwise.checkpoint.reader import StoredParts
 from shardwise.cli.adapters import adapter_of
 from shardwise.cli.config_file import Problems, config_error
 from shardwise.cli.data import check_records
@@ -44,14 +44,13 @@ def build_model(
     spec: ParallelSpec,
     *,
     num_tokens: int,
-    fill: Callable[[torch.nn.Module], None] | None = None,
+    checkpoint: StoredParts | None = None,
 ) -> torch.nn.Module:
     """The split model on `mesh`: loaded from `model.path`, or new with weights drawn from the seed.
 
     Args:
         num_tokens: of the tokenizer.
-        fill: what gives the split model its values instead, still on the meta device; with an adapter those that
-            are trained, over the loaded base.
+        checkpoint: of the run that goes on, whose values take the place of these.
 
     Raises:
         ConfigError: the tokenizer has more tokens than the model, or rows are longer than the model can see.
@@ -60,7 +59,6 @@ def build_model(
     given = config.model
     if problems := _check_fit(model_config, config, num_tokens):
         raise config_error("the configuration", problems)
-    adapter = adapter_of(config)
     model: torch.nn.Module = load_by_spec(
         model_config if given.path is None else given.path,
         mesh,
@@ -68,12 +66,10 @@ def build_model(
         auto_class=class_of(config),
         dtype=getattr(torch, given.dtype),
         seed=config.seed,
-        adapter=adapter,
-        fill=fill if adapter is None else None,
+        adapter=adapter_of(config),
+        checkpoint=checkpoint,
         options={"allow_missing": given.allow_missing, "allow_unused": given.allow_unused},
     )
-    if fill is not None and adapter is not None:
-        fill(model)
     return model
 
 

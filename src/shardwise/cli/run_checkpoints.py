@@ -161,10 +161,6 @@ class SavedRun:
     extra: Mapping[str, Any]
     mesh: Mesh
 
-    def fill(self, model: torch.nn.Module) -> None:
-        """Gives the model, split and on the meta device, its values."""
-        restore(self.stored, LoadTarget(model=model))
-
     def go_on(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: PackedBatches) -> int:
         """Puts optimizer, batches and random states where they were; returns the number of steps done.
 

@@ -160,9 +160,9 @@ def _open_batches(setup: _Setup) -> PackedBatches:
 def _build(setup: _Setup, saved: SavedRun | None) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """The split model, with the values of a saved run where one goes on, and its optimizer."""
     config, mesh = setup.config, setup.mesh
-    fill = saved.fill if saved is not None else None
+    checkpoint = saved.stored if saved is not None else None
     model = build_model(
-        config, mesh, setup.model_config, setup.spec, num_tokens=len(setup.tokenizer), fill=fill
+        config, mesh, setup.model_config, setup.spec, num_tokens=len(setup.tokenizer), checkpoint=checkpoint
     ).train()
     torch.manual_seed(config.seed + mesh.data_rank)  # of dropout: ranks that read the same rows draw the same
     return model, make_optimizer(config.optimizer, model)
