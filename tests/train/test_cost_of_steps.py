@@ -146,3 +146,15 @@ def test_heads_that_ranks_share_are_not_updated_by_what_rounds_by_place():
         model = shardwise.parallelize(tiny_model("llama", num_key_value_heads=2), mesh)
         optimizer = shardwise.build_optimizer(model, torch.optim.AdamW, lr=1e-3)
         assert not any(group["fused"] for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
+def test_attributes_of_split_parameters_are_read_without_python(layout):
+    with fake_mesh(MeshShape.parse(layout)) as mesh:
+        parameters = list(train(mesh)[0].parameters())
+
+        def read():
+            for parameter in parameters:
+                parameter.grad, parameter.requires_grad, parameter.is_leaf, parameter.dtype  # noqa: B018
+
+        assert count_calls(read) == 1
