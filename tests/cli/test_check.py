@@ -107,7 +107,6 @@ def test_problems_of_every_kind_are_listed_at_once(run, tmp_path, capsys):
         ("data.state=nowhere.json", "data.state: cannot read nowhere.json"),
         ("data.state=/dev/zero", "data.state: cannot read /dev/zero"),
         ("compilation.backend=indutcor", "compilation: Compile backend is 'indutcor' (did you mean 'inductor'?)"),
-        ("compilation={backend: auto, options: {max_autotun: true}}", "did you mean 'max_autotune'"),
         ("optimizer.groups=[{params: '**.nothing', lr: 1}]", "fits no parameter"),
         ("optimizer.name=..AdamW", "no optimizer class"),
         (

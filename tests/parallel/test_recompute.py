@@ -174,7 +174,6 @@ def test_frozen_bases_are_recomputed_too(on_ranks, layout):
         ({"mode": "budget"}, "budget None"),
         ({"mode": "full", "budget": 0.5}, "mode 'full' with budget"),
         ({"mode": "budget", "budget": 2.0}, "budget is 2.0"),
-        ({"mode": "budget", "budget": "0.5"}, "budget is '0.5'"),
         ({"mode": "budget", "budget": 0.5, "every": 2}, "every with mode"),
     ],
 )
