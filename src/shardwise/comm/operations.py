@@ -145,8 +145,10 @@ def broadcast_(x: Tensor, group: Group, *, source: int) -> None:
     dist.broadcast(x, group=group, group_src=source)
 
 
-def broadcast_object(value: Any, group: Group, *, source: int) -> Any:
+def broadcast_object(value: Any, group: Group | None, *, source: int = 0) -> Any:
     """The small picklable `value` of a rank of the group."""
+    if group is None:
+        return value
     values = [value]
     dist.broadcast_object_list(values, group=group, group_src=source)
     return values[0]

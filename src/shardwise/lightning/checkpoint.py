@@ -17,8 +17,8 @@ from torch import nn
 
 from shardwise.api.checkpoints import load_checkpoint, save_checkpoint
 from shardwise.checkpoint.manifest import MANIFEST
+from shardwise.comm.operations import broadcast_object
 from shardwise.errors import LoadError, UnsupportedError, counted
-from shardwise.lightning.exchange import broadcast_object
 from shardwise.mesh import Mesh
 
 __all__ = ["HeldByRanks", "SavesParts"]
@@ -50,13 +50,13 @@ def _save_trainer(
     """
     trains = "optimizer_states" in state
     extra = {name: value for name, value in state.items() if name not in _TENSORS} | {"step": state["global_step"]}
-    place = _place_of(broadcast_object(str(path), 0, mesh.group()))
+    place = _place_of(broadcast_object(str(path), mesh.group()))
     save_checkpoint(
         place.parent,
         tag=place.name,
         model=module,
         optimizer=_only(optimizers) if trains else None,
-        extra=broadcast_object(extra | {"trains": trains}, 0, mesh.group()),
+        extra=broadcast_object(extra | {"trains": trains}, mesh.group()),
     )
 
 
@@ -68,7 +68,7 @@ def _load_trainer(
     Raises:
         LoadError: there is none, or it does not fit; the same on every rank.
     """
-    place = _place_of(broadcast_object(str(path), 0, mesh.group()))
+    place = _place_of(broadcast_object(str(path), mesh.group()))
     if place.is_file():
         raise LoadError(
             f"{place} is a file",

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
-from shardwise.comm.operations import Group, all_gather_list, all_reduce_, host_device
+from shardwise.comm.agree import sum_of
+from shardwise.comm.collectives import gather_to_region
+from shardwise.comm.operations import broadcast_object
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.topology.axes import DATA_AXES
 
-__all__ = ["Exchanges", "broadcast_object", "broadcast_tensors", "count_true"]
+__all__ = ["Exchanges"]
 
 _OPERATIONS = ("mean", "avg", "sum", "max", "min", "product")
 
@@ -59,7 +60,7 @@ class Exchanges(ParallelStrategy):
         """
         if (group := self._group(group)) is None:
             return tensor
-        return _Gather.apply(tensor, group) if sync_grads else torch.stack(all_gather_list(tensor.detach(), group))
+        return gather_to_region((tensor if sync_grads else tensor.detach()).unsqueeze(0), group, dim=0)
 
     def _group(self, group: Any) -> Any:
         is_all = group is None or group is dist.GroupMember.WORLD
@@ -67,55 +68,16 @@ class Exchanges(ParallelStrategy):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Rank `src`'s picklable object."""
-        return broadcast_object(obj, src, self._mesh.group() if self._mesh is not None else None)
+        return broadcast_object(obj, self._mesh.group() if self._mesh is not None else None, source=src)
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks."""
         if self._mesh is not None:
-            count_true(True, self._mesh.group(), self._mesh.device)
+            sum_of(1, self._mesh.group(), self._mesh.device)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002, FBT001, FBT002
         """Whether it is true on all ranks, or on any."""
         if self._mesh is None:
             return bool(decision)
-        count = count_true(bool(decision), self._mesh.group(), self._mesh.device)
+        count = sum_of(int(decision), self._mesh.group(), self._mesh.device)
         return count == self._mesh.shape.world_size if all else count > 0
-
-
-class _Gather(torch.autograd.Function):
-    """Forward all-gathers; backward all-reduces the gradients of what was gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return torch.stack(all_gather_list(value, group))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        summed = gradient.contiguous().clone()
-        all_reduce_(summed, ctx.group)
-        return summed[ctx.group.rank()], None
-
-
-def broadcast_object(value: Any, src: int, group: Group | None) -> Any:
-    """Rank `src`'s picklable value."""
-    if group is None:
-        return value
-    values = [value]
-    dist.broadcast_object_list(values, src, group=group)
-    return values[0]
-
-
-def broadcast_tensors(tensors: list[Tensor], group: Group | None) -> None:
-    """Overwrites every tensor by rank 0's."""
-    for tensor in tensors if group is not None else ():
-        dist.broadcast(tensor, 0, group=group)
-
-
-def count_true(decision: bool, group: Group | None, device: torch.device) -> int:  # noqa: FBT001 - a value
-    """On how many ranks it is true."""
-    if group is None:
-        return int(decision)
-    value = torch.tensor(int(decision), device=host_device(group, device))
-    all_reduce_(value, group)
-    return int(value)

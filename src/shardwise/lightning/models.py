@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise.api.building import parallelize
+from shardwise.comm.operations import broadcast_
 from shardwise.errors import ConfigError, LayoutError, UnsupportedError
-from shardwise.lightning.exchange import broadcast_tensors
 from shardwise.lightning.loss import LossHooks
 from shardwise.mesh import Mesh
 from shardwise.optim.gradients import Gradients, gradients_of
@@ -112,7 +112,9 @@ class SplitModels:
                     if value is not None:
                         value.data = value.data.to(mesh.device)
                         others.append(value.data)
-        broadcast_tensors(others, mesh.group())
+        if (group := mesh.group()) is not None:
+            for other in others:
+                broadcast_(other, group, source=0)
 
     def take_targets(self) -> Tensor | None:
         """The targets, over all data ranks, of the forwards with a loss since the last call; None without any."""
