@@ -107,8 +107,8 @@ def checkpoint_in(directory):
 # Name -> (what is done to the run, words of the command line, parts of the one error).
 CASES = {
     "config: negative size": (part(set_config, hidden_size=-32), [], ["negative dimension -32", "correct the sizes"]),
-    "config: a list": (part(replace_config, "[]"), [], ["model/config.json is no model config", "it holds a list"]),
-    "config: no JSON": (part(replace_config, "{"), [], ["model/config.json is not JSON", "line 1"]),
+    "config: a list": (part(replace_config, "[]"), [], ["cannot read the model config 'model'"]),
+    "config: no JSON": (part(replace_config, "{"), [], ["cannot read the model config 'model'", "not a valid JSON"]),
     "config: a number is text": (
         part(set_config, num_attention_heads="four"),
         [],

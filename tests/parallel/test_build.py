@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -30,12 +29,13 @@ def directory(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (os.mkfifo, "config.json is no model config[\\s\\S]*it is no file"),
-        (Path.mkdir, "config.json is no model config[\\s\\S]*it is no file"),
-        (lambda path: path.symlink_to(path.name), "cannot read config.json[\\s\\S]*symbolic links"),
-        (lambda path: path.write_text("[" * 100_000), "config.json is not JSON[\\s\\S]*recursion"),
+        (Path.mkdir, "cannot read the model config"),
+        (lambda path: path.symlink_to(path.name), "cannot read the model config|no model config"),
+        (lambda path: path.write_text("{"), "cannot read the model config[\\s\\S]*not a valid JSON"),
+        (lambda path: path.write_text("[]"), "cannot read the model config"),
+        (lambda path: None, "no model config at[\\s\\S]*has no config.json"),
     ],
-    ids=["a pipe", "a directory", "a link to itself", "too deep"],
+    ids=["a directory", "a link to itself", "no JSON", "a list", "nothing"],
 )
 def test_a_config_that_is_none(directory, damage, says):
     (directory / "config.json").unlink()
@@ -53,10 +53,6 @@ def test_what_another_user_owns_is_named(directory, monkeypatch, tmp_path):
         ):
             look(directory)
     assert read(tmp_path / "plan.json", dict) is None, "what was found out before is found out again"
-    monkeypatch.undo()
-    monkeypatch.setattr(Path, "read_text", refuse)
-    with pytest.raises(LoadError, match="cannot read config.json[\\s\\S]*Permission denied"):
-        read_config(directory, {})
 
 
 def test_a_damaged_generation_config_is_not_taken_for_none(directory):

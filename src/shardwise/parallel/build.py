@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,6 +110,7 @@ def _reading(what: str, *, fix: str) -> Iterator[None]:
 
 
 def _check_file(source: str | os.PathLike[str], where: dict[str, Any]) -> None:
+    """Raises `LoadError` where `source` names no hub id, and there is no config at it."""
     path = Path(source)
     if path.suffix != ".json":
         directory = locate_source(source, **{name: value for name, value in where.items() if name != "subfolder"})
@@ -119,19 +118,12 @@ def _check_file(source: str | os.PathLike[str], where: dict[str, Any]) -> None:
             return
         path = directory / (where.get("subfolder") or "") / "config.json"
     with reading(path):
-        try:
-            is_file = stat.S_ISREG(path.stat().st_mode)  # a pipe would be waited for
-            found = json.loads(path.read_text(encoding="utf-8")) if is_file else None
-        except FileNotFoundError as error:
-            check_no_checkpoint(source)
-            why = "there is no such file" if path == Path(source) else "the directory has no config.json"
-            fix = "point at a directory that save_pretrained wrote"
-            raise LoadError(f"no model config at {os.fspath(source)!r}", why=why, fix=fix) from error
-        except (ValueError, RecursionError) as error:
-            raise LoadError(f"{path} is not JSON", why=str(error), fix="copy or download the file again") from error
-    if not isinstance(found, dict):
-        why = f"it holds a {type(found).__name__}, not keys and values" if is_file else "it is no file"
-        raise LoadError(f"{path} is no model config", why=why, fix="copy or download the file again")
+        if path.exists():
+            return
+    check_no_checkpoint(source)
+    why = "there is no such file" if path == Path(source) else "the directory has no config.json"
+    fix = "point at a directory that save_pretrained wrote"
+    raise LoadError(f"no model config at {os.fspath(source)!r}", why=why, fix=fix)
 
 
 def named_class(config: PreTrainedConfig) -> Any:
@@ -234,11 +226,10 @@ def read_generation_config(model: PreTrainedModel, source: str | os.PathLike[str
     """
     if not model.can_generate():
         return
-    where = _config_place(options)
     what = f"transformers cannot read the generation_config.json of {os.fspath(source)!r}"
     with _reading(what, fix="remove it, or copy or download it again"):
         try:
-            model.generation_config = GenerationConfig.from_pretrained(os.fspath(source), **where)
-        except OSError as error:  # most checkpoints have none: the model's defaults stand
-            if os.path.lexists(Path(source) / (where.get("subfolder") or "") / "generation_config.json"):
-                raise LoadError(what, why=one_line(error), fix="remove it, or copy or download it again") from error
+            model.generation_config = GenerationConfig.from_pretrained(os.fspath(source), **_config_place(options))
+        except OSError:  # most checkpoints have none: the model's defaults stand
+            if os.path.lexists(Path(source) / (options.get("subfolder") or "") / "generation_config.json"):
+                raise

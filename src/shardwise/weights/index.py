@@ -181,23 +181,25 @@ def _sampled(tensor: torch.Tensor, most: int) -> int:
 
 def _open(path: Path) -> Any:
     try:
-        with (
-            reading(path),
-            path.open("rb") as file,
-        ):  # the library says of whatever it may not read that it is not there
+        with reading(path), path.open("rb") as file:  # safetensors says that a file which it may not read is not there
             beginning = file.read(len(_LFS_POINTER))
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        cut = f" (it has {path.stat().st_size} bytes: cut short, or goes on after them)" * ("covered" in str(error))
-        is_pointer = beginning == _LFS_POINTER
+        if beginning == _LFS_POINTER:
+            raise LoadError(
+                f"{path.name} is a pointer of Git LFS",
+                at=str(path),
+                why="it names the file that belongs here",
+                fix="fetch it with `git lfs pull`, or download it again",
+            ) from error
+        why = str(error).removeprefix("Error while deserializing header: ")
+        if "covered" in why:
+            why += f" (it has {path.stat().st_size} bytes: cut short, or goes on after them)"
         raise LoadError(
-            f"{path.name} is {'a pointer of Git LFS' if is_pointer else 'not a usable safetensors file'}",
+            f"{path.name} is not a usable safetensors file",
             at=str(path),
-            why="it names the file that belongs here" * is_pointer
-            or str(error).removeprefix("Error while deserializing header: ") + cut,
-            fix="fetch it with `git lfs pull`, or download it again"
-            if is_pointer
-            else "copy or download the file again",
+            why=why,
+            fix="copy or download the file again",
         ) from error
     except LoadError:
         raise
