@@ -5,7 +5,7 @@
 
 One process does what one rank of the job does, rank 0 where ranks differ; the model has no values. The seconds of all
 ranks' reports are divided by the number of ranks. Seconds and memory above what the imports take are compared with the
-most that is allowed for all parts together.
+most that is allowed for all parts together; the documents of a run, 10 million, have a limit of their own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from rich.console import Console
@@ -29,13 +30,16 @@ from shardwise.api.prepare import decide
 from shardwise.checkpoint.manifest import INDEX, FileFacts, Manifest, read_index
 from shardwise.checkpoint.reader import StoredParts
 from shardwise.checkpoint.writer import RankReport, write_reported_index
+from shardwise.data.documents import Document, read_documents, write_documents
+from shardwise.data.packing import PackedBatches
+from shardwise.data.rows import DocumentRows
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
 from shardwise.sharding.boxes import volume
 from shardwise.sharding.division import Division, divide_boxes
 from shardwise.topology.shape import MeshShape
 
-MOST_SECONDS, MOST_BYTES = 10.0, 500e6
+MOST_SECONDS, MOST_BYTES, MOST_BYTES_OF_DATA = 10.0, 500e6, 1e9
 TENSORS_PER_LAYER = 9
 
 
@@ -113,6 +117,17 @@ class Job:
         return f"{sum(map(len, copies)):,} copies"
 
 
+def read_documents_of(directory: Path, number: int) -> str:
+    """Writes as many documents of 2 to 29 tokens to one file, packs them into rows of 2,048, and reads a batch."""
+    kinds = [Document(np.arange(size, dtype=np.uint32), np.ones(size, dtype=np.bool_)) for size in range(2, 30)]
+    chosen = np.random.default_rng(0).integers(len(kinds), size=number, dtype=np.int8)
+    path = directory / "documents"
+    write_documents(path, (kinds[kind] for kind in chosen))
+    rows = DocumentRows(read_documents(path), seq_length=2048, apart="positions")
+    next(PackedBatches(rows, batch_size=8))
+    return f"{rows.num_rows:,} rows"
+
+
 def _most_bytes() -> int:
     """The most memory that this process has had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -122,6 +137,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", default="fsdp128.tp8")
     parser.add_argument("--layers", type=int, default=111, help=f"each has {TENSORS_PER_LAYER} tensors")
+    parser.add_argument("--documents", type=int, default=10**7, help="that are packed into rows")
     parser.add_argument("--json", help="file for the record")
     options = parser.parse_args()
     record: dict[str, Any] = {"layout": options.layout, "parts": {}, **describe_machine("cpu")}
@@ -135,7 +151,8 @@ def main() -> int:
             "reports of a save": job.report,
             "index of a save": job.write_index,
             "copies of a load": job.plan_load,
-        }  # what reads the data of a job is another part
+            "documents": lambda: read_documents_of(Path(directory), options.documents),
+        }
         for name, work in parts.items():
             start = time.perf_counter()
             said = work()
@@ -145,11 +162,14 @@ def main() -> int:
             table.add_row(name, f"{seconds:.2f}", f"{peak / 1e6:.0f}", said)
     console = Console(soft_wrap=True)
     console.print(table)
+    documents = record["parts"].pop("documents")["peak_bytes"]
     seconds = sum(each["seconds"] for each in record["parts"].values())
     peak = max(each["peak_bytes"] for each in record["parts"].values())
-    console.print(f"{mark(seconds, MOST_SECONDS)} seconds, {mark(peak / 1e6, MOST_BYTES / 1e6)} MB")
+    console.print(f"{mark(seconds, MOST_SECONDS)} seconds, {mark(peak / 1e6, MOST_BYTES / 1e6)} MB; documents:")
+    console.print(f"{mark(documents / 1e6, MOST_BYTES_OF_DATA / 1e6)} MB")
+    record["parts"]["documents"] = {"peak_bytes": documents}
     write_json(options.json, record)
-    return int(seconds > MOST_SECONDS or peak > MOST_BYTES)
+    return int(seconds > MOST_SECONDS or peak > MOST_BYTES or documents > MOST_BYTES_OF_DATA)
 
 
 if __name__ == "__main__":

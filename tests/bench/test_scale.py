@@ -12,6 +12,7 @@ pytestmark = pytest.mark.single
 def test_a_thousand_ranks_divide_save_and_load_a_model_of_a_hundred_tensors(monkeypatch, capsys):
     import scale
 
-    monkeypatch.setattr(sys, "argv", ["scale.py", "--layers", "11"])
+    monkeypatch.setattr(sys, "argv", ["scale.py", "--layers", "11", "--documents", "20000"])
     assert scale.main() == 0
-    assert "102 parameters" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "102 parameters" in out and "documents" in out
