@@ -47,7 +47,7 @@ def assert_same(index, state):
         part = torch.empty([stop - start for start, stop in box])
         index.node(key).fill(box, part)
         assert torch.equal(part, value[tuple(slice(*each) for each in box)]), key
-        assert index.node(key).adopt(full_box(tuple(value.shape))) is None
+        assert index.node(key).map_rows(full_box(tuple(value.shape))) is None
 
 
 def converts(path, out, model, *words):

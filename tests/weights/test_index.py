@@ -72,7 +72,7 @@ def test_tensors_need_not_be_aligned(tmp_path: Path) -> None:
     with CheckpointIndex.open(tmp_path) as index:
         assert index.map_tensor("a").data_ptr() % 4 != 0
         assert torch.equal(read(index, "a"), values)
-        assert index.node("a").adopt(((0, 2**15),)) is None, "what is not aligned is copied"
+        assert index.node("a").map_rows(((0, 2**15),)) is None, "what is not aligned is copied"
 
 
 def test_reads_shards(sharded: Path) -> None:
@@ -257,13 +257,13 @@ def test_adopted_rows_are_private_pages_with_a_storage_of_their_own(tmp_path: Pa
     rows = torch.arange(4 * 2**15, dtype=torch.float32).view(4, -1)
     save_file({"rows": rows}, tmp_path / "model.safetensors")
     with CheckpointIndex.open(tmp_path) as index:
-        adopted = index.node("rows").adopt(((1, 3), (0, 2**15)))
-        assert adopted is not None
-        assert index.bytes_read == adopted.nbytes == adopted.untyped_storage().nbytes()
-        assert index.node("rows").adopt(((0, 4), (0, 2**14))) is None, "columns do not lie together"
-        assert index.node("rows").adopt(((0, 0), (0, 2**15))) is None
-    assert torch.equal(adopted, rows[1:3])
-    adopted.add_(1)
+        mapped = index.node("rows").map_rows(((1, 3), (0, 2**15)))
+        assert mapped is not None
+        assert index.bytes_read == mapped.nbytes == mapped.untyped_storage().nbytes()
+        assert index.node("rows").map_rows(((0, 4), (0, 2**14))) is None, "columns do not lie together"
+        assert index.node("rows").map_rows(((0, 0), (0, 2**15))) is None
+    assert torch.equal(mapped, rows[1:3])
+    mapped.add_(1)
     with CheckpointIndex.open(tmp_path) as index:
         assert torch.equal(read(index, "rows"), rows), "writing does not reach the file"
 

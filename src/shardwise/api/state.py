@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.checkpoint.export import write_pretrained
-from shardwise.checkpoint.shards import Base
+from shardwise.checkpoint.shards import ExportSelection
 from shardwise.comm.agree import check_calls, raise_on_all_ranks
 from shardwise.errors import ConfigError, LoadError, did_you_mean
 from shardwise.lora.files import adapter_config_text, adapter_state, write_adapter_files
@@ -121,9 +121,9 @@ def export_pretrained(
         return
     with raise_on_all_ranks(mesh.group(), "preparing the export"):
         names = base_tensors(model, merged=mode == "merged")
-        base = Base(names=names, add=lambda staging: _write_adapters(model, staging / "adapter", states))
+        base = ExportSelection(names=names, add=lambda staging: _write_adapters(model, staging / "adapter", states))
         if mode == "merged":
-            base = Base(names=names, change=Merger(model).change_of)
+            base = ExportSelection(names=names, change=Merger(model).delta_of)
     inner = find_model(model)
     write_pretrained(inner, directory, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer, base=base)
 

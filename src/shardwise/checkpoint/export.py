@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
-from shardwise.checkpoint.shards import Base, Export
+from shardwise.checkpoint.shards import Export, ExportSelection
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.operations import all_gather_objects
 from shardwise.parameters.at_rest import reshard
@@ -34,7 +34,7 @@ def write_pretrained(
     *,
     max_shard_bytes: int,
     tokenizer: Any,
-    base: Base | None = None,
+    base: ExportSelection | None = None,
 ) -> None:
     """Writes `model` to `directory`; see `shardwise.export_pretrained`."""
     registry = registry_of(model)
@@ -43,7 +43,7 @@ def write_pretrained(
     check_replicas(model)
     dtypes = _dtypes(model)
     with raise_on_all_ranks(group, "preparing the export"):
-        base = base or Base(names={name: name for name in state_names(model)})
+        base = base or ExportSelection(names={name: name for name in state_names(model)})
         every = _full_metas(model, dtypes)
         entries = named_entries(model)
         tensor_of = {name: entries[own].fqn for name, own in base.names.items() if own in entries}

@@ -29,14 +29,14 @@ from shardwise.weights.conversion import ExportGroup
 from shardwise.weights.tensor_file import as_bytes
 from shardwise.weights.write import PlannedShards
 
-__all__ = ["Base", "Export"]
+__all__ = ["Export", "ExportSelection"]
 
 
-Change = Callable[[Tensor], Tensor]
+WeightDelta = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Base:
+class ExportSelection:
     """What is written of a model with adapters.
 
     Attributes:
@@ -47,7 +47,7 @@ class Base:
     """
 
     names: Mapping[str, str]
-    change: Callable[[str], Change] | None = None
+    change: Callable[[str], WeightDelta] | None = None
     add: Callable[[Path], None] = lambda directory: None
 
 
@@ -60,7 +60,9 @@ class Export:
         shards: where to.
     """
 
-    def __init__(self, model: nn.Module, metas: Mapping[str, Tensor], base: Base, shards: PlannedShards) -> None:
+    def __init__(
+        self, model: nn.Module, metas: Mapping[str, Tensor], base: ExportSelection, shards: PlannedShards
+    ) -> None:
         self._registry = registry_of(model)
         self._mesh = self._registry.mesh
         self._metas, self._base, self._shards = metas, base, shards
@@ -116,7 +118,7 @@ class Export:
         for each in itertools.zip_longest(*queues.values()):
             yield from ((group, rank) for rank, group in zip(queues, each, strict=True) if group is not None)
 
-    def _write(self, group: ExportGroup, state: dict[str, tuple[Tensor, Change | None]]) -> None:
+    def _write(self, group: ExportGroup, state: dict[str, tuple[Tensor, WeightDelta | None]]) -> None:
         made: dict[str, Tensor] = {}
         for name in list(state):
             full, change = state.pop(name)
@@ -126,7 +128,7 @@ class Export:
             self._shards.write(name, tensor)
             del tensor  # before the next one is made
 
-    def _full(self, name: str, target: int) -> tuple[Tensor, Change | None]:
+    def _full(self, name: str, target: int) -> tuple[Tensor, WeightDelta | None]:
         """The full tensor on the rank `target`, in host memory, and how it changes; an empty one elsewhere."""
         own = self._base.names[name]
         entry = self._entries.get(own)

@@ -20,7 +20,7 @@ from shardwise.cli.tokenizer import build_encoder
 from shardwise.comm.agree import agree_on, once_per_machine
 from shardwise.comm.operations import Group
 from shardwise.data.config import DataConfig, held_out, rows_of
-from shardwise.data.corpus import Source
+from shardwise.data.corpus import DataSource
 from shardwise.data.documents import Document, documents_path, read_documents, text_documents, write_documents
 from shardwise.data.examples import ExampleEncoder, build_example_encoder, encode_examples
 from shardwise.data.records import Record
@@ -63,7 +63,7 @@ def prepare_rows(
     directory = Path(config.data.cache_dir or Path(config.log.dir) / "tokens")
     maker = _maker_of(data, tokenizer)
 
-    def find() -> tuple[Path, Source[Any]]:
+    def find() -> tuple[Path, DataSource[Any]]:
         source = maker.open()
         return documents_path(directory, source.fingerprint, maker.fingerprint), source
 
@@ -119,7 +119,7 @@ class _Maker:
         fingerprint: digest of what decides them besides the source.
     """
 
-    open: Callable[[], Source[Any]]
+    open: Callable[[], DataSource[Any]]
     make: Callable[..., Iterator[Document]]
     fingerprint: str
 
@@ -128,7 +128,7 @@ def _maker_of(data: DataConfig, tokenizer: Any) -> _Maker:
     encoder = build_encoder(tokenizer)
     if data.format == "text":
 
-        def of_text(source: Source[str | None], on_progress: Callable[[int], None]) -> Iterator[Document]:
+        def of_text(source: DataSource[str | None], on_progress: Callable[[int], None]) -> Iterator[Document]:
             return text_documents(source, encoder, on_progress)
 
         fingerprint = f"text {encoder.fingerprint} {encoder.separator}"
@@ -138,7 +138,7 @@ def _maker_of(data: DataConfig, tokenizer: Any) -> _Maker:
     examples: ExampleEncoder = build_example_encoder(tokenizer, kind=data.format, keys=keys, as_chat=data.as_chat)
 
     def of_records(
-        source: Source[Record], on_progress: Callable[[int], None], limit: int | None = None
+        source: DataSource[Record], on_progress: Callable[[int], None], limit: int | None = None
     ) -> Iterator[Document]:
         return encode_examples(itertools.islice(source.read(on_progress), limit), examples)
 
@@ -146,7 +146,7 @@ def _maker_of(data: DataConfig, tokenizer: Any) -> _Maker:
     return _Maker(open=lambda: open_records(data), make=of_records, fingerprint=fingerprint)
 
 
-def _prepare(find: Callable[[], tuple[Path, Source[Any]]], maker: _Maker, console: Console) -> Path:
+def _prepare(find: Callable[[], tuple[Path, DataSource[Any]]], maker: _Maker, console: Console) -> Path:
     """The file that `find` names, written by one rank of each machine unless it is there and complete."""
 
     def work() -> None:

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.data.config import DataConfig, patterns_of
-from shardwise.data.corpus import Source, dataset_source, file_source, find_files
+from shardwise.data.corpus import DataSource, dataset_source, file_source, find_files
 from shardwise.data.records import Record, dataset_records, file_records
 from shardwise.errors import ConfigError, LoadError, did_you_mean
 
 __all__ = ["import_datasets", "open_records", "open_source"]
 
 
-def open_source(config: DataConfig) -> Source[str | None]:
+def open_source(config: DataConfig) -> DataSource[str | None]:
     """The documents that `config` names.
 
     Raises:
@@ -25,7 +25,7 @@ def open_source(config: DataConfig) -> Source[str | None]:
     return dataset_source(_open_split(config, "text"), text_key=config.text_key)
 
 
-def open_records(config: DataConfig) -> Source[Record]:
+def open_records(config: DataConfig) -> DataSource[Record]:
     """The records that `config` names: prompts with responses, or lists of messages.
 
     Raises:

@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar
 from shardwise.errors import ConfigError, LoadError, did_you_mean
 
 __all__ = [
+    "DataSource",
     "Encoder",
-    "Source",
     "dataset_source",
     "digest",
     "disk_errors",
@@ -34,7 +34,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source(Generic[Item]):
+class DataSource(Generic[Item]):
     """Items in a fixed order: of text the runs of every document that is not empty, each document followed by None.
 
     Attributes:
@@ -93,7 +93,7 @@ def find_files(path: Path, include: Sequence[str]) -> tuple[Path, ...]:
     return tuple(files)
 
 
-def file_source(files: Sequence[Path], *, text_key: str = "text") -> Source[str | None]:
+def file_source(files: Sequence[Path], *, text_key: str = "text") -> DataSource[str | None]:
     """Text files, one document each, and .jsonl files, one document a line.
 
     The fingerprint is made of names, sizes and times, because reading every byte would take minutes where there is much
@@ -107,7 +107,7 @@ def file_source(files: Sequence[Path], *, text_key: str = "text") -> Source[str 
         return _lines(file, text_key) if file.suffix == ".jsonl" else _blocks(file)
 
     size, times, read = read_files(files, documents)
-    return Source(fingerprint=digest("files", text_key, times), size=size, read=read)
+    return DataSource(fingerprint=digest("files", text_key, times), size=size, read=read)
 
 
 def read_files(
@@ -177,7 +177,7 @@ def json_lines(file: Path) -> Iterator[tuple[int, Any]]:
             yield number, value
 
 
-def dataset_source(rows: Any, *, text_key: str) -> Source[str | None]:
+def dataset_source(rows: Any, *, text_key: str) -> DataSource[str | None]:
     """The rows of one split of a `datasets` data set, one document each.
 
     Raises:
@@ -189,7 +189,7 @@ def dataset_source(rows: Any, *, text_key: str) -> Source[str | None]:
             yield from _text_of(row, text_key, f"row {number}")
             on_progress(number + 1)
 
-    return Source(fingerprint=digest("dataset", text_key, str(rows._fingerprint)), size=len(rows), read=read)
+    return DataSource(fingerprint=digest("dataset", text_key, str(rows._fingerprint)), size=len(rows), read=read)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.data.corpus import Encoder, Source, digest, disk_errors, text_batches
+from shardwise.data.corpus import DataSource, Encoder, digest, disk_errors, text_batches
 from shardwise.errors import LoadError
 from shardwise.weights.staging import atomic_file
 
@@ -78,7 +78,7 @@ def documents_path(directory: Path, *parts: object) -> Path:
 
 
 def text_documents(
-    source: Source[str | None], encoder: Encoder, on_progress: Callable[[int], None] = lambda done: None
+    source: DataSource[str | None], encoder: Encoder, on_progress: Callable[[int], None] = lambda done: None
 ) -> Iterator[Document]:
     """A document of each text, in pieces: all of its tokens and the separator, every one but the first a target."""
     is_empty = True

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.data.corpus import Source, digest, json_lines, read_files
+from shardwise.data.corpus import DataSource, digest, json_lines, read_files
 from shardwise.errors import LoadError
 
 __all__ = ["Record", "dataset_records", "file_records"]
@@ -25,7 +25,7 @@ class Record:
     values: Mapping[str, Any]
 
 
-def file_records(files: Sequence[Path]) -> Source[Record]:
+def file_records(files: Sequence[Path]) -> DataSource[Record]:
     """The lines of .jsonl files, one object each; empty lines are left out, as is a byte order mark.
 
     Raises:
@@ -43,10 +43,10 @@ def file_records(files: Sequence[Path]) -> Source[Record]:
         return (_record(value, f"{file}:{number}") for number, value in json_lines(file))
 
     size, times, read = read_files(files, records)
-    return Source(fingerprint=digest("records", times), size=size, read=read)
+    return DataSource(fingerprint=digest("records", times), size=size, read=read)
 
 
-def dataset_records(rows: Any) -> Source[Record]:
+def dataset_records(rows: Any) -> DataSource[Record]:
     """The rows of one split of a `datasets` data set."""
 
     def read(on_progress: Callable[[int], None]) -> Iterator[Record]:
@@ -54,7 +54,7 @@ def dataset_records(rows: Any) -> Source[Record]:
             yield _record(row, f"row {number}")
             on_progress(number + 1)
 
-    return Source(fingerprint=digest("dataset records", str(rows._fingerprint)), size=len(rows), read=read)
+    return DataSource(fingerprint=digest("dataset records", str(rows._fingerprint)), size=len(rows), read=read)
 
 
 def _record(value: Any, place: str) -> Record:

@@ -19,7 +19,7 @@ from shardwise.runtime.adapters import find_model, is_adapter, is_saved_copy, un
 
 __all__ = ["Merger", "base_tensors"]
 
-Change = Callable[[Tensor], Tensor]
+WeightDelta = Callable[[Tensor], Tensor]
 
 
 def base_tensors(model: nn.Module, *, merged: bool) -> dict[str, str]:
@@ -97,7 +97,7 @@ class Merger:
                 self._wrappers.setdefault(known[own].fqn, []).append((own, wrapper))
 
     @torch.no_grad()
-    def change_of(self, fqn: str) -> Change:
+    def delta_of(self, fqn: str) -> WeightDelta:
         """What adds to the full parameter of that name what its adapters add.
 
         Communicates: over all axes, all-gathers of the adapters' parameters; nothing when it is called.
@@ -106,7 +106,7 @@ class Merger:
         added = [self._added(*each, adapter) for each in wrappers for adapter in each[1].active_adapters]
         return functools.partial(_with_added, added=[each for each in added if each is not None])
 
-    def _added(self, own: str, wrapper: Any, adapter: str) -> Change | None:
+    def _added(self, own: str, wrapper: Any, adapter: str) -> WeightDelta | None:
         """What an adapter adds to a full bias or weight, from the latter; None: nothing."""
         if own == "bias":
             has_bias = adapter in wrapper.lora_B and getattr(wrapper.lora_B[adapter], "bias", None) is not None
@@ -131,7 +131,7 @@ class Merger:
 
 
 @torch.no_grad()
-def _with_added(full: Tensor, added: Sequence[Change]) -> Tensor:
+def _with_added(full: Tensor, added: Sequence[WeightDelta]) -> Tensor:
     for change in added:
         full = full + change(full).to(full.dtype)
     return full

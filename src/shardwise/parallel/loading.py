@@ -129,10 +129,10 @@ def _read(fqn: str, lazy: LazyTensor, registry: Registry, dtype: torch.dtype) ->
     layout = Layout(tuple(lazy.shape)) if entry is None else entry.layout
     pieces, shape = layout.pieces(coords), layout.local_shape(coords)
     if entry is not None and entry.data is not DataHandling.FSDP and device.type == "cpu" and dtype == lazy.dtype:
-        adopted = lazy.adopt_local(pieces, shape)
-        if adopted is not None:
+        mapped = lazy.map_local(pieces, shape)
+        if mapped is not None:
             registry.mapped.add(fqn)
-            return adopted
+            return mapped
     return lazy.read_local(pieces, shape, dtype=dtype, device=device)
 
 

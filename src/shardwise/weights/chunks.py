@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwise.errors import LoadError
 from shardwise.sharding.boxes import Box, find_overlap, full_box, intersect, move, shape_of, slices, volume
 from shardwise.weights.index import CheckpointIndex, TensorEntry
-from shardwise.weights.nodes import Source
+from shardwise.weights.nodes import StoredTensor
 
 __all__ = ["Chunk", "ChunkedIndex", "ChunkedTensor"]
 
@@ -57,7 +57,7 @@ class ChunkedIndex(CheckpointIndex):
             for key, each in self._tensors.items()
         }
 
-    def node(self, key: str) -> Source:
+    def node(self, key: str) -> StoredTensor:
         """`key`, to be read box by box."""
         entry = self[key]
         return _Chunked(self, key, entry.shape, entry.dtype, self._tensors[key].chunks)
@@ -84,7 +84,7 @@ class ChunkedIndex(CheckpointIndex):
 
 
 @dataclass(eq=False)
-class _Chunked(Source):
+class _Chunked(StoredTensor):
     chunks: Sequence[Chunk]
 
     def fill(self, box: Box, out: Tensor) -> None:

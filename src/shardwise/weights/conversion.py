@@ -33,7 +33,7 @@ from transformers.core_model_loading import (
 from shardwise.errors import UnsupportedError
 from shardwise.weights.index import CheckpointIndex
 from shardwise.weights.lazy import LazyTensor
-from shardwise.weights.nodes import Source
+from shardwise.weights.nodes import StoredTensor
 
 __all__ = ["ExportGroup", "Resolution", "has_tied_weights", "plan_export", "resolve_keys", "untie"]
 
@@ -239,7 +239,7 @@ class ExportGroup:
         self._store.tensors = {fqn: state[fqn].detach() for fqn in self.fqns}
         try:
             for name, lazy in zip(self.names, self._made, strict=True):
-                yield name, self._store.tensors[lazy.node.key] if isinstance(lazy.node, Source) else lazy.read()
+                yield name, self._store.tensors[lazy.node.key] if isinstance(lazy.node, StoredTensor) else lazy.read()
         finally:
             self._store.tensors = {}
 

@@ -21,13 +21,13 @@ from shardwise.errors import LoadError, did_you_mean
 from shardwise.sharding.boxes import Box, shape_of
 from shardwise.weights.kinds import reading
 from shardwise.weights.locate import CheckpointFiles, locate_files
-from shardwise.weights.nodes import Source
+from shardwise.weights.nodes import StoredTensor
 from shardwise.weights.tensor_file import bytes_of
 
 __all__ = ["CheckpointIndex", "TensorEntry"]
 
 # Smaller tensors are copied: a map of their own saves them nothing.
-_ADOPTED_BYTES = 2**16
+_MAPPED_BYTES = 2**16
 _SAMPLES = 1024
 _SAMPLE_BYTES = 64
 _LFS_POINTER = b"version https://git-lfs"
@@ -104,7 +104,7 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
         # Tensors already read own their memory; a map is unmapped with the last reference to it.
         self._mapped.clear()
 
-    def node(self, key: str) -> Source:
+    def node(self, key: str) -> StoredTensor:
         """`key`, to be read box by box."""
         entry = self[key]
         return _Mapped(self, key, entry.shape, entry.dtype)
@@ -150,8 +150,8 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
 
 
 @dataclass(eq=False)
-class _Mapped(Source):
-    def adopt(self, box: Box) -> torch.Tensor | None:
+class _Mapped(StoredTensor):
+    def map_rows(self, box: Box) -> torch.Tensor | None:
         """The elements `box` as a tensor of their own over the private map; None where they are not contiguous.
 
         Its pages are read when they are touched and become this process's own when they are written: nobody else sees
@@ -159,7 +159,7 @@ class _Mapped(Source):
         it no harm; a file that is cut short in place would.
         """
         shape = shape_of(box)
-        if shape[1:] != self.shape[1:] or math.prod(shape) * self.dtype.itemsize < _ADOPTED_BYTES:
+        if shape[1:] != self.shape[1:] or math.prod(shape) * self.dtype.itemsize < _MAPPED_BYTES:
             return None
         mapped = self.store.map_tensor(self.key)
         if mapped.data_ptr() % self.dtype.itemsize:

@@ -25,8 +25,8 @@ from shardwise.weights.nodes import (
     Node,
     Permuted,
     Reshaped,
-    Source,
     Store,
+    StoredTensor,
 )
 
 __all__ = ["LazyTensor"]
@@ -54,10 +54,10 @@ class LazyTensor(torch.Tensor):
     @classmethod
     def of(cls, store: Store, key: str, shape: Sequence[int], dtype: torch.dtype) -> "LazyTensor":
         """The stored tensor `key`."""
-        return cls.of_node(Source(store, key, tuple(shape), dtype))
+        return cls.of_node(StoredTensor(store, key, tuple(shape), dtype))
 
     @classmethod
-    def of_node(cls, node: Source) -> "LazyTensor":
+    def of_node(cls, node: StoredTensor) -> "LazyTensor":
         """A stored tensor."""
         return cls(node, torch.empty(node.shape, dtype=node.dtype, device="meta"))
 
@@ -81,7 +81,7 @@ class LazyTensor(torch.Tensor):
     @property
     def keys(self) -> tuple[str, ...]:
         """The stored tensors it is made of, in order of use."""
-        return tuple(dict.fromkeys(node.key for node in self.node.walk() if isinstance(node, Source)))
+        return tuple(dict.fromkeys(node.key for node in self.node.walk() if isinstance(node, StoredTensor)))
 
     def read(self, box: Box | None = None, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The elements `box` (default: all) as a new tensor that owns its storage."""
@@ -111,14 +111,14 @@ class LazyTensor(torch.Tensor):
             self.fill(piece.full, out[slices(piece.local)])
         return out
 
-    def adopt_local(self, pieces: Sequence[Piece], local_shape: Sequence[int]) -> torch.Tensor | None:
+    def map_local(self, pieces: Sequence[Piece], local_shape: Sequence[int]) -> torch.Tensor | None:
         """As `read_local`, but private pages of the checkpoint's map, where the tensor is contiguous there; else None.
 
         Nothing is read until it is touched, and writing to it copies its pages.
         """
         shape = tuple(local_shape)
         is_one_box = len(pieces) == 1 and shape != () and shape_of(pieces[0].full) == shape
-        return self.node.adopt(pieces[0].full) if is_one_box else None
+        return self.node.map_rows(pieces[0].full) if is_one_box else None
 
     def fill(self, box: Box, out: torch.Tensor) -> None:
         """Copy the elements `box` into `out`, which has their shape."""
@@ -162,7 +162,7 @@ _Rule = Callable[..., "Node | list[Node] | None"]
 def _node_of(value: torch.Tensor) -> Node:
     if isinstance(value, LazyTensor):
         return value.node
-    return Source(_Constant(value), "", tuple(value.shape), value.dtype)
+    return StoredTensor(_Constant(value), "", tuple(value.shape), value.dtype)
 
 
 class _Constant:

@@ -21,8 +21,8 @@ __all__ = [
     "Node",
     "Permuted",
     "Reshaped",
-    "Source",
     "Store",
+    "StoredTensor",
 ]
 
 
@@ -49,7 +49,7 @@ class Node(ABC):
     def fill(self, box: Box, out: torch.Tensor) -> None:
         """Copy the elements `box` into `out`."""
 
-    def adopt(self, box: Box) -> torch.Tensor | None:
+    def map_rows(self, box: Box) -> torch.Tensor | None:
         """The elements `box` as a tensor of their own that nothing was read for yet, where their store has such."""
         return None
 
@@ -66,8 +66,8 @@ class Node(ABC):
 
 
 @dataclass(eq=False)
-class Source(Node):
-    """A stored tensor."""
+class StoredTensor(Node):
+    """A tensor of a checkpoint."""
 
     store: Store
     key: str
