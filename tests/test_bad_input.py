@@ -75,7 +75,7 @@ EXPECTED = {
     "shard missing": (LoadError, "1 of 4 shards are missing: model-00002-of-00004.safetensors", "copy or download"),
     "truncated": (LoadError, "model.safetensors", "cut short", "download"),
     "header": (LoadError, "model.safetensors", "download"),
-    "mismatched": (LoadError, "[96, 64] in the checkpoint, [80, 64] in the model", "ignore_mismatched_sizes=True"),
+    "mismatched": (LoadError, "[96, 64] in the checkpoint, [80, 64] in the model", "ignore_mismatched_sizes"),
     "one rank's file": (LoadError, "rank 1/model.safetensors", "cut short"),
     "dtype": (ConfigError, "unknown dtype 'bfloat61'", "bfloat16"),
     "class": (UnsupportedError, "AutoModelForImageClassification cannot build a model of type 'llama'", "auto_class"),
@@ -97,7 +97,7 @@ EXPECTED = {
     "optimizer": (TypeError, "optimizer_class must be a torch.optim.Optimizer class", "'AdamW'"),
     "max_norm": (ConfigError, "max_norm must be at least 0, got -1.0"),
     "norm_type": (ConfigError, "norm_type must be positive or math.inf, got 0"),
-    "export to a file": (LoadError, "a-file is a file", "pass a directory"),
+    "export to a file": (LoadError, "a-file is no directory", "pass a directory"),
     "shard size": (ConfigError, "max_shard_bytes is -1", "positive"),
 }
 # What reads or writes files, and what plans, fails together, so it communicates: one gather of small objects. Options
