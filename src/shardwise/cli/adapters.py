@@ -24,12 +24,12 @@ _EXPORTS = ("only", "with_base", "merged")
 
 def adapter_of(config: TrainConfig) -> Any:
     """What `load` takes as `adapter`: a config of PEFT's, or the place of an adapter; None where none is trained."""
-    given = config.adapter
-    if given is None:
+    settings = config.adapter
+    if settings is None:
         return None
-    if "path" in given:
-        return given["path"]
-    return peft().LoraConfig(**{"task_type": "CAUSAL_LM", **_lora_values(given)})
+    if "path" in settings:
+        return settings["path"]
+    return peft().LoraConfig(**{"task_type": "CAUSAL_LM", **_lora_values(settings)})
 
 
 def export_mode(config: TrainConfig) -> str | None:
@@ -44,25 +44,25 @@ def describe_adapter(config: TrainConfig) -> dict[str, Any]:
 
 def check_adapter(config: TrainConfig) -> list[Problem]:
     """Everything wrong with `adapter` that needs no model."""
-    given, problems = config.adapter, Problems()
-    if given is None:
+    settings, problems = config.adapter, Problems()
+    if settings is None:
         return problems
     with problems.of("adapter"):
         peft()
     if problems:
         return problems
-    problems += _check_own(config, given)
-    lora = _lora_values(given)
-    if "path" in given:
-        if isinstance(given["path"], str):
+    problems += _check_own(config, settings)
+    lora = _lora_values(settings)
+    if "path" in settings:
+        if isinstance(settings["path"], str):
             with problems.of("adapter.path"):
-                check_no_checkpoint(given["path"], what="an adapter")
-                read_adapter_config(given["path"])
+                check_no_checkpoint(settings["path"], what="an adapter")
+                read_adapter_config(settings["path"])
         problems += [
             Problem(f"adapter.{key}", "is decided by the adapter at adapter.path", "leave it out") for key in lora
         ]
         return problems
-    keys = {each.name for each in dataclasses.fields(peft().LoraConfig) if each.init}
+    keys = {item.name for item in dataclasses.fields(peft().LoraConfig) if item.init}
     problems += [
         Problem(f"adapter.{key}", f"peft.LoraConfig has no such key{did_you_mean(key, [*keys, *_OWN_KEYS])}")
         for key in lora
@@ -80,13 +80,13 @@ def check_adapter(config: TrainConfig) -> list[Problem]:
     return problems
 
 
-def _check_own(config: TrainConfig, given: dict[str, Any]) -> list[Problem]:
+def _check_own(config: TrainConfig, settings: dict[str, Any]) -> list[Problem]:
     problems = []
-    if "path" in given and not (isinstance(given["path"], str) and given["path"]):
-        what = f"is {given['path']!r}, must be a directory or hub id"
+    if "path" in settings and not (isinstance(settings["path"], str) and settings["path"]):
+        what = f"is {settings['path']!r}, must be a directory or hub id"
         problems.append(Problem("adapter.path", what))
-    if "export" in given:
-        mode = given["export"]
+    if "export" in settings:
+        mode = settings["export"]
         if mode not in _EXPORTS:
             what = f"is {mode!r}, must be {', '.join(_EXPORTS[:-1])} or {_EXPORTS[-1]}"
             problems.append(Problem("adapter.export", what + did_you_mean(str(mode), _EXPORTS)))
@@ -97,8 +97,8 @@ def _check_own(config: TrainConfig, given: dict[str, Any]) -> list[Problem]:
     return problems
 
 
-def _lora_values(given: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in given.items() if key not in _OWN_KEYS}
+def _lora_values(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key not in _OWN_KEYS}
 
 
 def _check_type(key: str, value: Any, wanted: Any) -> Iterator[Problem]:
@@ -106,7 +106,7 @@ def _check_type(key: str, value: Any, wanted: Any) -> Iterator[Problem]:
     try:
         TypeAdapter(wanted).validate_python(value, strict=True)
     except ValidationError as error:
-        said = dict.fromkeys(each["msg"] for each in error.errors())
-        yield Problem(f"adapter.{key}", f"{'; or: '.join(said)}, not {value!r}")
+        messages = dict.fromkeys(item["msg"] for item in error.errors())
+        yield Problem(f"adapter.{key}", f"{'; or: '.join(messages)}, not {value!r}")
     except PydanticUserError:  # a type that pydantic does not know
         return

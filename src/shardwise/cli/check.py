@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.ranks_per_machine < 1:
         raise ConfigError(f"--ranks-per-machine {arguments.ranks_per_machine}", fix="use 1 or more")
     config, problems = parse_config(arguments.config, arguments.overrides)
-    problems = check_run(config, known=problems, world_size=arguments.world_size)
+    problems = check_run(config, earlier=problems, world_size=arguments.world_size)
     from shardwise.cli.run_checkpoints import check_saved  # torch, which `check_run` has imported
 
     with problems.of("checkpoint.dir"):
@@ -66,23 +66,25 @@ def run(arguments: argparse.Namespace) -> int:
     return 1
 
 
-def check_run(config: TrainConfig, *, known: Sequence[Problem] = (), world_size: int | None = None) -> Problems:
+def check_run(config: TrainConfig, *, earlier: Sequence[Problem] = (), world_size: int | None = None) -> Problems:
     """Everything wrong with a run, after the problems that are `known`, on `world_size` ranks if it is given."""
     from shardwise.cli.adapters import check_adapter  # torch and transformers are slow to import
     from shardwise.cli.inputs import check_inputs
     from shardwise.cli.models import check_model
     from shardwise.cli.places import check_outputs
 
-    problems = Problems(known)
-    broken = {problem.key for problem in known}
+    problems = Problems(earlier)
+    broken = {problem.key for problem in earlier}
     if world_size is not None and "layout" not in broken:
         with problems.of("layout"):
             MeshShape.parse(config.layout).check_world_size(world_size)
-    found = [*check_inputs(config), *check_adapter(config), *check_outputs(config)]
-    problems += [each for each in found if each.key not in broken]
+    more = [*check_inputs(config), *check_adapter(config), *check_outputs(config)]
+    problems += [problem for problem in more if problem.key not in broken]
     groups = {problem.key.split(".")[0] for problem in problems}
     if not groups & {"model", "pipeline", "adapter", "compilation"} and "layout" not in broken:
         with_data = not groups & {"data", "evaluation"}
-        found = check_model(config, with_optimizer="optimizer" not in groups, with_data=with_data)
-        problems += [each for each in found if each.key not in broken and each not in problems]  # which have defaults
+        more = check_model(config, with_optimizer="optimizer" not in groups, with_data=with_data)
+        problems += [
+            problem for problem in more if problem.key not in broken and problem not in problems
+        ]  # which have defaults
     return problems

@@ -69,14 +69,14 @@ def parse_config(path: Path, overrides: Sequence[str] = ()) -> tuple[TrainConfig
     """Like `read_config`, but returns the problems; what had one has its default. Raises `LoadError` only."""
     tree = _read_file(path)
     problems = [problem for override in overrides for problem in _apply_override(tree, override)]
-    config, found = build_config(tree)
-    return config, problems + found
+    config, more = build_config(tree)
+    return config, problems + more
 
 
 def build_config(tree: Mapping[str, Any]) -> tuple[TrainConfig, list[Problem]]:
     """A configuration from a plain mapping, and everything wrong with it."""
     tree = json.loads(json.dumps(tree, default=str))
-    found: dict[str, Problem] = {}
+    problems: dict[str, Problem] = {}
     while True:  # without what was wrong, until the rest is right
         try:
             config = _RUN.validate_json(json.dumps(tree), strict=True)
@@ -85,10 +85,10 @@ def build_config(tree: Mapping[str, Any]) -> tuple[TrainConfig, list[Problem]]:
             for key, problem in _read_errors(error).items():
                 _leave_out(tree, key)
                 if problem is not None:
-                    found[key] = problem
+                    problems[key] = problem
     # A group with a misspelt key is incomplete: what else seems to be missing there would only mislead.
-    broken = {*found, *(key.rpartition(".")[0] for key in found)}
-    return config, [*found.values(), *(problem for problem in check_config(config) if problem.key not in broken)]
+    broken = {*problems, *(key.rpartition(".")[0] for key in problems)}
+    return config, [*problems.values(), *(problem for problem in check_config(config) if problem.key not in broken)]
 
 
 def _leave_out(tree: Any, key: str) -> None:
@@ -120,12 +120,12 @@ def config_reference() -> str:
     lines = ["keys of CONFIG.yaml, with their defaults:"]
     for key, about in rows.items():
         text, default = " ".join(about["description"].split()), about.get("default")
-        choices = next((each["enum"] for each in (about, *about.get("anyOf", ())) if "enum" in each), ())
+        choices = next((kind["enum"] for kind in (about, *about.get("anyOf", ())) if "enum" in kind), ())
         text += f" One of {', '.join(map(str, choices))}." if choices else ""
         if default not in (None, []):
             text += f" [{' '.join(default) if isinstance(default, list) else yaml.safe_dump(default).split()[0]}]"
-        first, others = f"  {key:<{width}}  ", " " * (width + 4)
-        lines += textwrap.wrap(text, 110, initial_indent=first, subsequent_indent=others, break_long_words=False)
+        first, following = f"  {key:<{width}}  ", " " * (width + 4)
+        lines += textwrap.wrap(text, 110, initial_indent=first, subsequent_indent=following, break_long_words=False)
     return "\n".join(lines)
 
 
@@ -148,44 +148,46 @@ def _keys() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _read_errors(error: ValidationError) -> dict[str, Problem | None]:
     """What is wrong by key, None where nothing is: a group of which the file has but the name."""
-    known = dict(_keys())
-    found: dict[str, Problem | None] = {}
-    for each in error.errors():
-        place = [str(part) for part in each["loc"]]
-        if each["type"] == "unexpected_keyword_argument":
+    keys = dict(_keys())
+    problems: dict[str, Problem | None] = {}
+    for detail in error.errors():
+        place = [str(part) for part in detail["loc"]]
+        if detail["type"] == "unexpected_keyword_argument":
             key = ".".join(place)
             group, _, rest = place[-1].partition(".")
-            is_nested = bool(rest) and key in known
-            meant = f"; in a file write {group}: {{{rest}: …}}" if is_nested else _similar(key, known)
-            found[key] = Problem(key, f"unknown key{meant}")
+            is_nested = bool(rest) and key in keys
+            meant = f"; in a file write {group}: {{{rest}: …}}" if is_nested else _similar(key, keys)
+            problems[key] = Problem(key, f"unknown key{meant}")
             continue
         # A place goes on below its key: into lists, and along the types that a value might have.
-        key = next(name for end in range(len(place), 0, -1) if (name := ".".join(place[:end])) in known)
-        context = each.get("ctx", {})
+        key = next(name for end in range(len(place), 0, -1) if (name := ".".join(place[:end])) in keys)
+        context = detail.get("ctx", {})
         if isinstance(context.get("error"), ShardwiseError):
-            found[key] = Problem(key, str(context["error"]))  # a value that checks itself
-        elif each["type"] == "dataclass_type" and each["input"] is None:
-            found[key] = None
-        elif (earlier := found.get(key)) is not None:
-            found[key] = Problem(key, f"{each['msg']}; or: {earlier.what}", earlier.fix)
+            problems[key] = Problem(key, str(context["error"]))  # a value that checks itself
+        elif detail["type"] == "dataclass_type" and detail["input"] is None:
+            problems[key] = None
+        elif (earlier := problems.get(key)) is not None:
+            problems[key] = Problem(key, f"{detail['msg']}; or: {earlier.what}", earlier.fix)
         else:
-            close = did_you_mean(str(each["input"]), re.findall(r"'(\w+)'", str(context.get("expected"))))
-            meaning = " ".join(known[key]["description"].split()).rstrip(".")
-            found[key] = Problem(key, f"{each['msg']}, not {_kind(each['input'])}{close}", f"expected: {meaning}")
-    return found
+            close = did_you_mean(str(detail["input"]), re.findall(r"'(\w+)'", str(context.get("expected"))))
+            meaning = " ".join(keys[key]["description"].split()).rstrip(".")
+            problems[key] = Problem(
+                key, f"{detail['msg']}, not {_kind(detail['input'])}{close}", f"expected: {meaning}"
+            )
+    return problems
 
 
-def _similar(key: str, known: Iterable[str]) -> str:
+def _similar(key: str, keys: Iterable[str]) -> str:
     """Points to a key of the same group, or else to the one of this very name below it or anywhere."""
     group, _, last = key.rpartition(".")
-    siblings = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == group]
-    if (other := _OTHER_NAMES.get(last)) in siblings:
-        return f" (did you mean {other!r}?)"
+    siblings = [name.rpartition(".")[2] for name in keys if name.rpartition(".")[0] == group]
+    if (ours := _OTHER_NAMES.get(last)) in siblings:
+        return f" (did you mean {ours!r}?)"
     if meant := did_you_mean(last, siblings):
         return meant
-    alike = [name for name in known if f".{name}".endswith(f".{last}")]
-    found = [name for name in alike if name.startswith(group)] or (alike if len(alike) == 1 else [])
-    return f" (did you mean {found[0]!r}?)" if found else ""
+    alike = [name for name in keys if f".{name}".endswith(f".{last}")]
+    candidates = [name for name in alike if name.startswith(group)] or (alike if len(alike) == 1 else [])
+    return f" (did you mean {candidates[0]!r}?)" if candidates else ""
 
 
 class _Loader(yaml.SafeLoader):
@@ -196,8 +198,8 @@ class _Loader(yaml.SafeLoader):
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
         for number, key in enumerate(keys):
             if key in keys[:number]:
-                said = f"the key {key!r} stands there twice"
-                raise yaml.constructor.ConstructorError(None, None, said, node.start_mark)
+                problem = f"the key {key!r} stands there twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return super().construct_mapping(node, deep)
 
 

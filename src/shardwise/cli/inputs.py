@@ -92,10 +92,10 @@ def find_optimizer(name: str) -> type[torch.optim.Optimizer] | None:
     """The class called `name` in torch.optim, or at the dotted path `name`; None where there is none."""
     module, _, last = name.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module or "torch.optim"), last, None)
+        value = getattr(importlib.import_module(module or "torch.optim"), last, None)
     except (ImportError, TypeError, ValueError):  # of a name that begins with a point, or that has a NUL
         return None
-    return found if inspect.isclass(found) and issubclass(found, torch.optim.Optimizer) else None
+    return value if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) else None
 
 
 def optimizer_arguments(config: OptimizerConfig, cls: type[torch.optim.Optimizer]) -> dict[str, Any]:
@@ -106,20 +106,20 @@ def optimizer_arguments(config: OptimizerConfig, cls: type[torch.optim.Optimizer
     return arguments
 
 
-def _check_model_config(given: dict[str, Any]) -> list[Problem]:
+def _check_model_config(settings: dict[str, Any]) -> list[Problem]:
     from transformers import CONFIG_MAPPING
 
-    model_type = str(given.get("model_type"))
+    model_type = str(settings.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         close = did_you_mean(model_type, CONFIG_MAPPING)
         return [Problem("model.config.model_type", f"transformers knows no {model_type!r}{close}")]
     default = CONFIG_MAPPING[model_type]()
     values = default.to_dict()
-    known = [*values, *getattr(default, "attribute_map", {}), *inspect.signature(type(default)).parameters]
+    accepted = [*values, *getattr(default, "attribute_map", {}), *inspect.signature(type(default)).parameters]
     problems = []
-    for key, value in given.items():
-        if key not in known:  # transformers keeps any key it is given, so a misspelt one would silently do nothing
-            problems.append(Problem(f"model.config.{key}", f"unknown key of {model_type}{did_you_mean(key, known)}"))
+    for key, value in settings.items():
+        if key not in accepted:  # transformers keeps any key it is given, so a misspelt one would silently do nothing
+            problems.append(Problem(f"model.config.{key}", f"unknown key of {model_type}{did_you_mean(key, accepted)}"))
         elif type(value) is type(normal := values.get(key)) is int and value < 0 < normal and not key.endswith("_id"):
             problems.append(Problem(f"model.config.{key}", f"is {value}, must not be negative"))
     return problems
@@ -136,14 +136,14 @@ def _check_optimizer(config: OptimizerConfig) -> list[Problem]:
     if closure is not None and closure.default is inspect.Parameter.empty:
         what = f"{config.name} evaluates the loss itself, which a distributed step cannot serve"
         return [Problem("optimizer.name", what)]
-    known = inspect.signature(cls).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values()):
+    accepted = inspect.signature(cls).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values()):
         return []
     keys = [(f"optimizer.options.{key}", key) for key in config.options]
     for number, group in enumerate(config.groups):  # torch takes any key of a group
         keys += [(f"optimizer.groups[{number}].{key}", key) for key in group if key not in ("params", "max_dims")]
     return [
-        Problem(place, f"{config.name} has no such argument{did_you_mean(key, known)}")
+        Problem(place, f"{config.name} has no such argument{did_you_mean(key, accepted)}")
         for place, key in keys
-        if key not in known
+        if key not in accepted
     ]

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
                 num_broken += 1
                 print(f"{tag:<16} damaged: {manifest.summary}")
                 continue
-            size = sum(each.num_bytes for each in manifest.files.values())
+            size = sum(item.num_bytes for item in manifest.files.values())
             saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
             step = "" if manifest.step is None else f"step {manifest.step:,}"
             print(f"{tag:<16} {step:<12} {saved}  {size / 1e6:>10,.1f} MB  {manifest.layout}")
@@ -65,13 +65,13 @@ def _describe(stored: StoredParts, *, with_tensors: bool) -> None:
     print(f"{manifest.tag}: a {manifest.model}, saved by {manifest.layout}")
     print(f"  content    {'all parameters' if manifest.content == 'all' else 'the parameters that were trained'}")
     for kind, tensors in kinds.items():
-        num_elements = sum(math.prod(each.shape) for each in tensors)
+        num_elements = sum(math.prod(item.shape) for item in tensors)
         print(f"  {kind:<10} {counted(len(tensors), 'tensor')}, {counted(num_elements, 'element')}")
     if index.optimizer is not None:
         groups = len(index.optimizer["groups"])
         print(f"  states of  {index.optimizer['class']}, {counted(groups, 'group')} of options")
     print(f"  values     {', '.join(sorted(index.values))}")
-    size = sum(each.num_bytes for each in manifest.files.values())
+    size = sum(item.num_bytes for item in manifest.files.values())
     print(f"  files      {len(manifest.files)}, {size / 1e6:,.1f} MB")
     print(f"  versions   {', '.join(f'{name} {version}' for name, version in manifest.versions.items())}")
     for key, tensor in index.tensors.items() if with_tensors else ():

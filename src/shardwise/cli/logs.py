@@ -47,8 +47,8 @@ class JsonlLog:
 
     def report(self, record: StepRecord) -> None:
         """Write the record."""
-        known = {name: value for name, value in dataclasses.asdict(record).items() if value is not None}
-        self._file.write(json.dumps(known) + "\n")
+        values = {name: value for name, value in dataclasses.asdict(record).items() if value is not None}
+        self._file.write(json.dumps(values) + "\n")
         self._file.flush()
 
     def close(self) -> None:

@@ -128,11 +128,11 @@ def _build_parser(*, with_keys: bool) -> tuple[_Parser, dict[str, _Parser]]:
     texts: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = _Parser(prog="shardwise", description=DESCRIPTION, epilog=EXAMPLES, **texts)
     parser.add_argument("--version", action="version", version=f"shardwise {shardwise.__version__}")
-    found = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     commands: dict[str, _Parser] = {}
     for name, (module, summary) in COMMANDS.items():
         keys = config_reference() if with_keys and module is train else None
-        commands[name] = found.add_parser(name, help=summary, description=module.HELP, epilog=keys, **texts)
+        commands[name] = subparsers.add_parser(name, help=summary, description=module.HELP, epilog=keys, **texts)
         module.add_arguments(commands[name])
         commands[name].add_argument("--traceback", action="store_true", help="show where in the code an error arose")
         commands[name].set_defaults(run=module.run)

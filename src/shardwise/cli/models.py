@@ -56,19 +56,19 @@ def build_model(
         ConfigError: the tokenizer has more tokens than the model, or rows are longer than the model can see.
         ShardwiseError: the model cannot be loaded or split.
     """
-    given = config.model
+    source = config.model
     if problems := _check_fit(model_config, config, num_tokens):
         raise config_error("the configuration", problems)
     model: torch.nn.Module = load_by_spec(
-        model_config if given.path is None else given.path,
+        model_config if source.path is None else source.path,
         mesh,
         spec,
         auto_class=class_of(config),
-        dtype=getattr(torch, given.dtype),
+        dtype=getattr(torch, source.dtype),
         seed=config.seed,
         adapter=adapter_of(config),
         checkpoint=checkpoint,
-        options={"allow_missing": given.allow_missing, "allow_unused": given.allow_unused},
+        options={"allow_missing": source.allow_missing, "allow_unused": source.allow_unused},
     )
     return model
 
@@ -112,16 +112,16 @@ def check_model(config: TrainConfig, *, with_optimizer: bool = True, with_data: 
             build_encoder(tokenizer)
     if not problems:
         with problems.of("model"):
-            found = read_model_config(config, tokenizer)
-            _check_task(found, config)
+            model_config = read_model_config(config, tokenizer)
+            _check_task(model_config, config)
     if not problems:
         if with_data:
             problems += check_records(config, tokenizer)
         for data in _read_by(config):
             with problems.of("data.rows"):
-                find_run_apart(data, found)
-        problems += _check_fit(found, config, len(tokenizer))
-        problems += _rehearse(config, found, with_optimizer=with_optimizer)
+                find_run_apart(data, model_config)
+        problems += _check_fit(model_config, config, len(tokenizer))
+        problems += _rehearse(config, model_config, with_optimizer=with_optimizer)
     return problems
 
 
@@ -203,11 +203,11 @@ def read_model_config(config: TrainConfig, tokenizer: Any) -> Any:
     """The model's configuration: of its path, or new, with vocabulary size and special tokens of the tokenizer where
     it does not name them.
     """
-    given = config.model.path or config.model.config
-    if isinstance(given, dict):
+    source = config.model.path or config.model.config
+    if isinstance(source, dict):
         names = {"vocab_size": len(tokenizer), **{name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}}
-        given = names | given
-    return read_config(given or {}, {})[0]
+        source = names | source
+    return read_config(source or {}, {})[0]
 
 
 def _check_fit(model_config: Any, config: TrainConfig, num_tokens: int) -> list[Problem]:

@@ -80,13 +80,13 @@ def _free_bytes(path: Path) -> int:
     Raises:
         OSError, ValueError: it cannot be made or written.
     """
-    existing = next(each for each in (path, *path.parents) if each.is_dir())
+    existing = next(parent for parent in (path, *path.parents) if parent.is_dir())
     missing = path.relative_to(existing)
     if missing.parts and os.path.lexists(existing / missing.parts[0]):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(existing / missing.parts[0]))
-    with tempfile.TemporaryDirectory(prefix=".probe-", dir=existing) as own:
-        (Path(own) / missing).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=Path(own) / missing) as file:
+    with tempfile.TemporaryDirectory(prefix=".probe-", dir=existing) as scratch:
+        (Path(scratch) / missing).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=Path(scratch) / missing) as file:
             file.write(bytes(4096))
             file.flush()
             os.fsync(file.fileno())
