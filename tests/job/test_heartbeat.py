@@ -23,7 +23,7 @@ from tests.job.test_rendezvous import Kept
 
 pytestmark = pytest.mark.spawn
 
-SECONDS = 3.0
+SECONDS = 4.0
 LATE = 50.0  # on a busy machine; otherwise one waits for minutes, or for ever
 
 

@@ -276,16 +276,14 @@ def _describe(failed: Mapping[int, int], reported: Mapping[int, Failure], *, sho
     """The failure that came first, as the user should see it.
 
     Most failures follow from another: a rank that failed or was killed breaks the collectives of the others, and the
-    launcher itself ends by SIGTERM, and SIGKILL in the end, whoever still runs. So a rank's own report comes first,
-    unless another rank could not even report, and nobody has found out why; the reports of ranks that were ended come
-    last.
+    launcher then ends the ranks that still run. So the earliest report counts, unless a rank ended without one and no
+    report explains that.
 
     Args:
         failed: the exit codes of the ranks that failed, as `subprocess` gives them.
         reported: what ranks recorded.
     """
-    failures = {rank: failure for rank, failure in reported.items() if failure.name != TerminatedError.__name__}
-    is_explained = any(failure.name == RankError.__name__ for failure in failures.values())
+    is_explained = any(failure.name == RankError.__name__ for failure in reported.values())
     ended = (-signal.SIGTERM, 128 + signal.SIGTERM)
     silent = [rank for rank, code in failed.items() if rank not in reported and code not in ended]
     if (silent and not is_explained) or not reported:
@@ -296,7 +294,7 @@ def _describe(failed: Mapping[int, int], reported: Mapping[int, Failure], *, sho
         how = f"was ended by {signal.Signals(number).name}" if is_signal else f"exited with code {code}"
         hint = "\n  why: the machine may have run out of memory" if code == -signal.SIGKILL else ""
         return f"error: rank {rank} {how}{hint}"
-    rank, first = min((failures or reported).items(), key=lambda item: item[1].at_seconds)
+    rank, first = min(reported.items(), key=lambda item: item[1].at_seconds)
     if not first.is_ours or show_traceback:
         return f"rank {rank} failed first:\n{first.trace.rstrip()}"
     return f"error: {first.message}"

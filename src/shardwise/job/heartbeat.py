@@ -177,12 +177,12 @@ class Heartbeat:
 
     def _warn(self, seconds: float) -> bool:
         """Logs which ranks are missing from a collective that has taken half of its timeout; returns whether it did."""
-        quiet_seconds = QUIET_BEATS * BEAT_SECONDS
-        if seconds < self._timeout_seconds / 2:
+        quiet_seconds, late_seconds = QUIET_BEATS * BEAT_SECONDS, self._timeout_seconds / 2
+        if seconds < late_seconds - quiet_seconds - BEAT_SECONDS:
             return False
-        beats = self._read()
-        if seconds < self._timeout_seconds / 2 + quiet_seconds + BEAT_SECONDS:
-            return False  # until then the last readings cannot tell who is quiet
+        beats = self._read()  # several times, to tell who is quiet
+        if seconds < late_seconds:
+            return False
         error = diagnose(beats, time.monotonic(), rank=self.address.rank, quiet_seconds=quiet_seconds, is_late=True)
         if error is not None and (self.address.rank == 0 or not beats[0].collective):
             logger.warning("%s has taken %.0f seconds: %s", self._beat.collective, seconds, error)
