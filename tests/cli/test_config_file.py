@@ -136,7 +136,7 @@ def test_a_misspelt_key_does_not_also_count_as_missing(tmp_path):
         (
             "optimizer.schedule.final_ratio=2",
             "optimizer.schedule.final_ratio",
-            "less than or equal to 1, not 2; expected: What is left",
+            "less than or equal to 1, not 2; expected: Learning rate at",
         ),
     ],
 )

@@ -19,7 +19,7 @@ class Beat:
     Attributes:
         count: number of the beat.
         step: number of training steps that the rank has begun.
-        collective: the function of `torch.distributed` that its main thread is in, "" where it computes.
+        collective: the collective that its main thread is in, "" where it computes.
         where: file, line and function that the main thread is in.
         ended: "", or how the rank ended: "left" or "failed".
         order: of ends, from 1.

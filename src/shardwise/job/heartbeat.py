@@ -47,21 +47,26 @@ _INNER = ("torch", "shardwise.comm", "transformers.utils")
 
 
 def find_place(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
-    """The function of `torch.distributed` that a stack is in ("" for none), and the line that called it.
+    """The collective that a stack is in ("" for none), and the line that called it.
+
+    A collective is the innermost function of `torch.distributed`, or else the outermost one of `shardwise.comm`: a wait
+    for work that was started before has no frame of torch's.
 
     Args:
         frames: frames with their line numbers, innermost first.
     """
-    collective = ""
+    collective = ours = ""
     for frame, line in frames:
         module = str(frame.f_globals.get("__name__", ""))
         if module.startswith("torch.distributed") and not module.endswith("c10d_logger"):
             collective = collective or frame.f_code.co_name
+        if module.startswith("shardwise.comm"):
+            ours = frame.f_code.co_name
         is_standard = module != "__main__" and module.partition(".")[0] in sys.stdlib_module_names
         if not is_standard and not module.startswith(_INNER):
             path = Path(frame.f_code.co_filename)
-            return collective, f"{path.parent.name}/{path.name}:{line} in {frame.f_code.co_name}"
-    return collective, "unknown code"
+            return collective or ours, f"{path.parent.name}/{path.name}:{line} in {frame.f_code.co_name}"
+    return collective or ours, "unknown code"
 
 
 class Heartbeat:
