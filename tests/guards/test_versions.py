@@ -15,7 +15,7 @@ from tests.guards.sources import ROOT, SOURCES, name_of, parse
 
 pytestmark = pytest.mark.single
 
-# Private names of transformers, PEFT, Lightning, the standard library, and fields of files and configs.
+# Private names of transformers, PEFT, Lightning, numpy, the standard library, and fields of files and configs.
 OF_OTHERS = {
     *("_actions", "_current_frames", "_exit", "_Environ", "_getframe", "_replace", "_run_exitfuncs", "_run_finalizers"),
     *("_adjust_missing_and_unexpected_keys", "_attn_implementation", "_can_set_attn_implementation", "_embeddings"),
@@ -28,6 +28,7 @@ OF_OTHERS = {
         "_checkpoint_io",
         "_max_depth",
         "_reset_optimizers_and_schedulers",
+        "_reconstruct",
     ),
 }
 
