@@ -151,7 +151,7 @@ def _prove_each_on_this_rank(
 ) -> list[Measurement | PlanError | UnsupportedError]:
     """One after the other, each as if it were the only one: with the same seeds, and nothing patched before."""
     found: list[Measurement | PlanError | UnsupportedError] = []
-    patched = [(deriving, "_SMALL_ENOUGH"), (deriving, "has_dropout"), (planning, "derive_plan")]
+    patched = [(deriving, "_SMALL_ENOUGH"), (deriving, "has_dropout"), (planning, "search_plan")]
     before = [(where, name, getattr(where, name)) for where, name in [*patched, (verifying, "_splitter")]]
     for case, config in cases:
         random.seed(0)
@@ -186,13 +186,13 @@ def _prove_on_this_rank(case: FuzzCase, config: PreTrainedConfig) -> Measurement
 
 def _derive_once() -> None:
     """Has the models with and without dropout split alike, by the plan that the one with dropout gets."""
-    derive, found = planning.derive_plan, list[deriving.Derivation]()
+    derive, found = planning.search_plan, list[deriving.Derivation]()
 
     def derive_first(*arguments: Any, **options: Any) -> deriving.Derivation:
         return found[0] if found else found.append(derive(*arguments, **options)) or found[0]
 
     deriving.has_dropout = lambda model: True
-    planning.derive_plan = derive_first
+    planning.search_plan = derive_first
 
 
 def _saved_and_loaded(model: nn.Module, mesh: Mesh, *, spec: ParallelSpec) -> nn.Module:

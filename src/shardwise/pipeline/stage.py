@@ -104,6 +104,7 @@ class PipelineStage(Base):
         self._checked: set[int] = set()
         self.round = Round(parts=())
         self._received: dict[int, tuple[Tensor, ...]] = {}
+        self._forwards: dict[int, tuple[Any, Any]] = {}  # outputs and inputs of each microbatch
         self._gradients: dict[int, tuple[Tensor | None, ...]] = {}
         self._later: dict[int, Callable[[], None]] = {}
         self.most_received = 0
@@ -133,7 +134,7 @@ class PipelineStage(Base):
 
     def clear_runtime_states(self) -> None:
         """Lets go of everything that a run has left."""
-        for kept in (self._received, self._gradients, self._later, self.fwd_cache, self.bwd_cache):
+        for kept in (self._received, self._gradients, self._later, self._forwards, self.bwd_cache):
             kept.clear()
 
     # What is received and sent.
@@ -162,7 +163,7 @@ class PipelineStage(Base):
 
     def get_fwd_send_ops(self, number: int) -> list[dist.P2POp]:
         """Sends of what this stage has computed."""
-        outputs, _ = self.fwd_cache[number] if self.round.has_backward else self.fwd_cache.pop(number)
+        outputs, _ = self._forwards[number] if self.round.has_backward else self._forwards.pop(number)
         return self._send([x.detach().contiguous() for x in outputs], self.stage_index + 1)
 
     def get_bwd_recv_ops(self, number: int) -> list[dist.P2POp]:
@@ -216,7 +217,7 @@ class PipelineStage(Base):
         if back and self._splits:
             outputs = tie(outputs, inputs)
         if back or self._is_sent:
-            self.fwd_cache[number] = outputs, inputs
+            self._forwards[number] = outputs, inputs
         self._note(Kind.FORWARD, number, start)
         return outputs if not self.is_last else outputs[0] if outputs else None
 
@@ -250,7 +251,7 @@ class PipelineStage(Base):
         if not self.round.has_backward:
             return
         start = time.perf_counter()
-        outputs, inputs = self.fwd_cache.pop(number)
+        outputs, inputs = self._forwards.pop(number)
         gradients = [torch.ones_like(x) for x in outputs] if self.is_last else self._gradients.pop(number)
         started = [(x, g) for x, g in zip(outputs, gradients, strict=True) if x.requires_grad and g is not None]
         self._before_backward(is_split=not full_backward)
