@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,17 +84,14 @@ class _Row(Stages):
 
 @dataclass(frozen=True, kw_only=True)
 class Bubble:
-    """The bubble of one schedule and where it comes from, in shares of the time that add up; and the most that a rank
-    held at once, measured and by the schedule.
+    """The bubble of one schedule, measured and by the schedule, as shares of the time; and the most that a rank held at
+    once, likewise.
     """
 
     schedule: str
     num_microbatches: int
     measured: float
     theory: float
-    uneven: float
-    between: float
-    messages: float
     most_received: tuple[int, ...]
     in_flight: tuple[int, ...]
     svg: str
@@ -140,7 +137,7 @@ def _measure_bubble(mesh: shardwise.Mesh, name: str, num_microbatches: int, slee
         schedule=name,
         num_microbatches=num_microbatches,
         measured=found.bubble,
-        **asdict(found.attribute()),
+        theory=found.computed().bubble,
         most_received=(max(stage.most_received for stage in runner.kept_stages()),),
         in_flight=held,
         svg=draw_svg(found),

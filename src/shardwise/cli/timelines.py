@@ -61,4 +61,5 @@ def _write(measured: Timeline, directory: Path, step: int | None, console: Conso
     except OSError as error:
         logger.warning("the timeline of step %s is not written, training goes on: %s", step, error)
         return
-    console.print(f"in step {step} ranks waited {measured.attribute()} ({directory / 'timeline.svg'})")
+    waited = f"{measured.bubble:.1%} of the time, by the schedule {computed.bubble:.1%}"
+    console.print(f"in step {step} ranks waited {waited} ({directory / 'timeline.svg'})")

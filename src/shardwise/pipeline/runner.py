@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -223,7 +222,6 @@ class PipelineRunner:
                 for rank, steps in enumerate(schedule.order)
             }
             runtime._prepare_schedule_with_comms(order)
-            runtime.fwd_recv_ops, runtime.bwd_recv_ops = _Receives(stages), _Receives(stages)
             self._kept[key] = runtime, stages
         runtime, stages = self._kept[key]
         runtime._has_backward = has_backward
@@ -282,20 +280,6 @@ class PipelineRunner:
         rows: list[list[Span]] = all_gather_objects(self.last_round.spans, self.group)
         start = min(span.start for row in rows for span in row)  # ranks of one machine share a clock
         return Timeline(self.last_schedule, tuple(tuple(span.since(start) for span in row) for row in rows))
-
-
-class _Receives(dict[Any, Any]):
-    """The receives that the runtime has posted, by stage and microbatch. It takes one out when it begins to wait for
-    it, and that time is noted.
-    """
-
-    def __init__(self, stages: Sequence[PipelineStage]) -> None:
-        super().__init__()
-        self._stages = {stage.stage_index: stage for stage in stages}
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        self._stages[key[0]].round.asked_at = time.perf_counter()
-        return super().pop(key, *default)
 
 
 @contextmanager

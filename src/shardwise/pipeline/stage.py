@@ -56,7 +56,6 @@ class Round:
         seed: of the random streams (see `SplitContext.stage_stream`).
         outputs: of the last stage, by microbatch, where `keeps_outputs`.
         spans: when which action ran, in seconds of `time.perf_counter`, where `is_timed`.
-        asked_at: when this rank began to wait for the input of the next action; None where nothing was sent.
     """
 
     parts: Sequence[Microbatch]
@@ -66,7 +65,6 @@ class Round:
     is_timed: bool = False
     outputs: dict[int, Any] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
-    asked_at: float | None = None
 
 
 Base: Any = torch_stage._PipelineStageBase  # untyped, and its abstract methods differ between versions
@@ -313,8 +311,7 @@ class PipelineStage(Base):
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             action = Action(self.stage_index, kind, number)
-            self.round.spans.append(Span(action, start, time.perf_counter(), self.round.asked_at))
-        self.round.asked_at = None
+            self.round.spans.append(Span(action, start, time.perf_counter()))
 
 
 def _backward(started: Sequence[tuple[Tensor, Tensor]]) -> None:
