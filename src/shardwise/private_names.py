@@ -117,7 +117,9 @@ torch.optim.Optimizer:_optimizer_state_dict_pre_hooks
 torch.optim.lr_scheduler.LRScheduler:_last_lr
 torch.optim.lr_scheduler.SequentialLR:_schedulers
 torch.optim.optimizer._foreach_supported_types
+torch.overrides._pop_mode
 torch.overrides._pop_mode_temporarily
+torch.overrides._push_mode
 torch.serialization._get_layout
 torch.testing._internal.distributed.fake_pg.FakeStore
 torch.utils._foreach_utils._foreach_supported_types

@@ -11,6 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import LayoutError
+from shardwise.runtime.modes import leave_mode
 
 __all__ = ["LEVELS", "ForwardState", "GradientFactor", "Sum", "ends_missing"]
 
@@ -124,7 +125,7 @@ class ForwardState:
         self.end_layers()
         if self.loss_mode is not None:
             mode, self.loss_mode = self.loss_mode, None
-            mode.__exit__(None, None, None)
+            leave_mode(mode)
 
     def end_layers(self) -> None:
         """Ends what stacks of layers, and what runs before them, have under way."""

@@ -7,11 +7,20 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
 from shardwise.errors import UnsupportedError
 
-__all__ = ["dropout_chances", "has_dropout", "in_eval_mode", "is_checkpointed", "is_in_backward", "refuse_compiled"]
+__all__ = [
+    "dropout_chances",
+    "has_dropout",
+    "in_eval_mode",
+    "is_checkpointed",
+    "is_in_backward",
+    "leave_mode",
+    "refuse_compiled",
+]
 
 
 def is_in_backward() -> bool:
@@ -25,6 +34,15 @@ def is_checkpointed() -> bool:
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return is_in_backward() or (hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint")
+
+
+def leave_mode(mode: TorchFunctionMode) -> None:
+    """Ends a torch function mode, wherever it is on the stack of modes; those that were entered later go on."""
+    later = []
+    while (last := torch.overrides._pop_mode()) is not mode:
+        later.append(last)
+    for each in reversed(later):
+        torch.overrides._push_mode(each)
 
 
 @contextmanager

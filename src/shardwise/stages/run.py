@@ -25,6 +25,7 @@ from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.plan.pipeline_plan import Crossing
 from shardwise.runtime.adapters import unwrapped
 from shardwise.runtime.arguments import argument_names, change_each, edited, hidden_name
+from shardwise.runtime.modes import leave_mode
 from shardwise.stages.absent import Absent, present
 from shardwise.stages.anchors import find_tensor, is_dropout, made_by, named_arguments, named_tensors, used_by
 
@@ -172,11 +173,15 @@ class StageRun:
         """The model's own forward, as far as this stage goes."""
         if self.is_foreign:
             self._hide_parameters()
+        if self.glue is not None:
+            self.glue.__enter__()
         try:
-            with self.glue or nullcontext():
-                output = own(*args, **kwargs)
+            output = own(*args, **kwargs)
         except _StageEnd:
             return Outgoing(self.outgoing)
+        finally:
+            if self.glue is not None:
+                leave_mode(self.glue)  # a head in it may have entered another one, which goes on
         self._check_reached(len(self.order.calls))
         output = _without_absent(present(output))
         absent = [path for path, value in named_tensors(output) if isinstance(value, Absent)]
