@@ -16,6 +16,7 @@ from shardwise.comm.count import CommunicationCount
 from shardwise.loss import cross_entropy
 from shardwise.loss.deferred_logits import DeferredLogits, DeferringHead, apply_deferral
 from shardwise.parallel.activation_memory import PeakCount
+from shardwise.runtime.axis import Axis
 from shardwise.runtime.context import SplitContext
 from tests.families import rows_of, tiny_batch, tiny_model
 
@@ -119,7 +120,7 @@ def train(mesh, family, sp, chunk=None):
     optimizer = shardwise.build_optimizer(model, torch.optim.AdamW, lr=1e-3, eps=1e-6)
     step = shardwise.TrainStep(model, mesh, num_microbatches=mesh.size("pp"))
     kept, cross_entropy.CHUNK_ELEMENTS = cross_entropy.CHUNK_ELEMENTS, chunk or cross_entropy.CHUNK_ELEMENTS
-    columns = SplitContext(size=mesh.size("tp"), coord=mesh.coord("tp")).even_sizes(CLASSES)[mesh.coord("tp")]
+    columns = Axis.of(mesh, "tp").even_sizes(CLASSES)[mesh.coord("tp")]
     losses = []
     try:
         for _ in range(3):

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 import shardwise
 from shardwise.loss.mode import SplitLossMode
 from shardwise.ranks.spawn import spawn
+from shardwise.runtime.axis import Axis
 from shardwise.runtime.context import SplitContext
 
 pytestmark = pytest.mark.spawn
@@ -21,9 +22,7 @@ pytestmark = pytest.mark.spawn
 def compare(layout):
     """Every combination of options, on this rank; returns the largest differences of loss and gradient."""
     with shardwise.Mesh.open(layout) as mesh:
-        context = SplitContext(
-            group=mesh.group("tp"), size=mesh.size("tp"), coord=mesh.coord("tp"), mesh=mesh.device_mesh["tp"]
-        )
+        context = SplitContext(tp=Axis.of(mesh, "tp"), mesh=mesh.device_mesh["tp"])
         worst = {}
         for case in itertools.product(
             (5, 99), ("mean", "sum", "none"), (0.0, 0.1), (False, True), (-100, 2), (1.0, 1e4)
@@ -44,9 +43,9 @@ def compare_one(context, classes, reduction, label_smoothing, weighted, ignore_i
     expected = F.cross_entropy(whole, target, **options)
     expected.sum().backward()
 
-    sizes = context.even_sizes(classes)
-    start = sum(sizes[: context.coord])
-    local = whole.detach()[:, start : start + sizes[context.coord]].clone().requires_grad_()
+    sizes = context.tp.even_sizes(classes)
+    start = sum(sizes[: context.tp.coord])
+    local = whole.detach()[:, start : start + sizes[context.tp.coord]].clone().requires_grad_()
     before = local.detach().clone()
     logits = DTensor.from_local(
         local, context.mesh, [Shard(1)], run_check=False, shape=(7, classes), stride=(classes, 1)
@@ -56,7 +55,7 @@ def compare_one(context, classes, reduction, label_smoothing, weighted, ignore_i
     loss.sum().backward()
     assert torch.equal(local.detach(), before), "the caller's logits were changed"
     error = ((loss - expected).detach().abs() / expected.detach().abs().clamp(min=1.0)).max()
-    gradient = whole.grad[:, start : start + sizes[context.coord]]
+    gradient = whole.grad[:, start : start + sizes[context.tp.coord]]
     return float(error), float((local.grad - gradient).abs().max()) if local.numel() else 0.0
 
 
@@ -70,14 +69,12 @@ def test_every_option_agrees_with_torch(world_size):
 
 def special_cases(layout):
     with shardwise.Mesh.open(layout) as mesh:
-        context = SplitContext(
-            group=mesh.group("tp"), size=mesh.size("tp"), coord=mesh.coord("tp"), mesh=mesh.device_mesh["tp"]
-        )
+        context = SplitContext(tp=Axis.of(mesh, "tp"), mesh=mesh.device_mesh["tp"])
         results = {}
 
         def split(values):
             size = -(-values.shape[-1] // 2)
-            local = values[..., context.coord * size : (context.coord + 1) * size].clone()
+            local = values[..., context.tp.coord * size : (context.tp.coord + 1) * size].clone()
             return DTensor.from_local(
                 local,
                 context.mesh,

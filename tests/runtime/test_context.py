@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from shardwise.runtime.axis import Axis
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.forward_state import Entered, ForwardState
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.single
 @given(st.integers(0, 40), st.integers(1, 6))
 def test_even_sizes_are_those_of_torch_chunk(length, size):
     chunks = [len(part) for part in torch.arange(length).chunk(size)] if length else []
-    assert SplitContext(size=size).even_sizes(length) == (*chunks, *[0] * (size - len(chunks)))
+    assert Axis("tp", size=size).even_sizes(length) == (*chunks, *[0] * (size - len(chunks)))
 
 
 def test_a_tensor_enters_once_until_another_one_does():
@@ -42,7 +43,7 @@ def test_a_tensor_enters_once_until_another_one_does():
 
 
 def context_of(coord):
-    return SplitContext(size=2, coord=coord, has_dropout=True)
+    return SplitContext(tp=Axis("tp", size=2, coord=coord), has_dropout=True)
 
 
 def draw():

@@ -12,6 +12,7 @@ from torch import nn
 from shardwise.comm.collectives import reduce_from_region
 from shardwise.comm.simulated import run_ranks
 from shardwise.errors import LayoutError, PlanError
+from shardwise.runtime.axis import Axis
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.region_edges import RegionExit, edge_of, install_region, note_sum
 from shardwise.runtime.sequence_edges import cut, install_owner, install_stack, own_part, pad
@@ -56,7 +57,7 @@ def own_features(group):
 
 
 def context_of(group):
-    return SplitContext(group=group, size=group.size(), coord=group.rank())
+    return SplitContext(tp=Axis("tp", group=group, size=group.size(), coord=group.rank()))
 
 
 def run_and_compare(module, full, group, *inputs):
@@ -194,7 +195,7 @@ class Scaled(Block):
     def forward(self, x, scales=None):
         out = super().forward(x)
         if self.context is not None:
-            out = note_sum(reduce_from_region(out, self.context.group), self.context)
+            out = note_sum(reduce_from_region(out, self.context.tp.group), self.context)
         return out * self.scale if scales else out
 
 

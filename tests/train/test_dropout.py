@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import shardwise
 from shardwise.parameters.registry import registry_of
 from shardwise.ranks.spawn import spawn
+from shardwise.runtime.axis import Axis
 from shardwise.runtime.context import SplitContext
 from tests.families import checkpoint_layers, tiny_batch, tiny_model
 from tests.oracle import differing_gradients
@@ -111,7 +112,7 @@ def test_a_module_given_the_whole_sequence_drops_alike_on_all_ranks_and_anew_in_
 def draw_twice(layout):
     """What two modules of one layer draw that are both to draw alike."""
     with shardwise.Mesh.open(layout) as mesh:
-        context = SplitContext(size=2, coord=mesh.rank, has_dropout=True)
+        context = SplitContext(tp=Axis("tp", size=2, coord=mesh.rank), has_dropout=True)
         module, found = torch.nn.Linear(2, 2).train(), []
         torch.manual_seed(3)
         context.fork_rng("layer", module)

@@ -115,7 +115,7 @@ def cross_entropy_of_parts(
 
     Communicates: over tp, one all-reduce of one integer, and as `split_cross_entropy`.
     """
-    number = sum_of(logits.shape[-1], context.group, logits.device)
+    number = sum_of(logits.shape[-1], context.tp.group, logits.device)
     return split_cross_entropy(logits, target, context=context, num_classes=number, options=options)
 
 
@@ -171,8 +171,8 @@ class _Targets:
         weight, smoothing = options.weight, options.label_smoothing
         kept = target != options.ignore_index
         _check_targets(target, kept, num_classes)
-        sizes = context.even_sizes(num_classes)
-        start = sum(sizes[: context.coord])
+        sizes = context.tp.even_sizes(num_classes)
+        start = sum(sizes[: context.tp.coord])
         position = target - start
         ones = torch.ones(num_classes if smoothing else 0, device=target.device)
         class_weights = ones if weight is None else weight.detach().float()
@@ -355,10 +355,10 @@ def _own_float(values: Tensor) -> Tensor:
 
 def _all_gathered(x: Tensor, context: SplitContext) -> Tensor:
     """Every rank's `x`, `[ranks, *x.shape]`."""
-    if context.group is None:
+    if context.tp.group is None:
         return x.unsqueeze(0)
-    parts = x.new_empty(context.size, *x.shape)
-    all_gather_single(parts.flatten(0, 1), x, context.group)
+    parts = x.new_empty(context.tp.size, *x.shape)
+    all_gather_single(parts.flatten(0, 1), x, context.tp.group)
     return parts
 
 

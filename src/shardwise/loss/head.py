@@ -41,12 +41,12 @@ def install_head(head: nn.Module, vocabulary_size: int, context: SplitContext) -
     def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if context.partial_after and context.state.runs_model:
             return args
-        return (copy_to_region(args[0], context.group), *args[1:])
+        return (copy_to_region(args[0], context.tp.group), *args[1:])
 
     def leave(module: nn.Module, args: Any, local: Tensor) -> Tensor:
         if not context.state.keep_logits_split:
-            sizes = context.even_sizes(vocabulary_size)
-            return gather_full(local, context.group, dim=local.ndim - 1, sizes=sizes)
+            sizes = context.tp.even_sizes(vocabulary_size)
+            return gather_full(local, context.tp.group, dim=local.ndim - 1, sizes=sizes)
         if context.state.loss_mode is None:
             context.state.loss_mode = SplitLossMode(context)
             context.state.loss_mode.__enter__()
@@ -76,9 +76,10 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
     def enter(module: nn.Module, arguments: Arguments) -> None:
         for name in _MASKS:
             mask = arguments.get(name)
-            if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] > 1 and context.size > 1:
+            if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] > 1 and context.tp.size > 1:
                 raise UnsupportedError(
-                    f"a mask for each head, {name} {list(mask.shape)} of a model that is split over tp={context.size}",
+                    f"a mask for each head, {name} {list(mask.shape)} of a model that is split over "
+                    f"tp={context.tp.size}",
                     why="it has a mask for every head of the model, and a rank computes with its own heads alone",
                     fix="pass a mask for all heads alike [rows, 1, queries, keys], or use tp_size 1",
                 )
@@ -92,7 +93,7 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
             also["dtype of parameters"] = next(module.parameters()).dtype
             given = {name: value for name, value in arguments.items() if not isinstance(value, Cache)}
             check_same_batch(given, context, also=also)
-        if context.size > 1 and torch.is_grad_enabled():
+        if context.tp.size > 1 and torch.is_grad_enabled():
             for name, value in arguments.items():
                 if isinstance(value, Cache):
                     _check_prefix(name, value, filled)
@@ -123,7 +124,7 @@ def install_side_outputs(base: nn.Module, context: SplitContext) -> None:
         def share(name: str, value: Any) -> Any:
             if name not in _SIDE_OUTPUTS or not isinstance(value, tuple):
                 return value
-            return tuple(scale_gradient(x, 1 / context.size) if isinstance(x, Tensor) else x for x in value)
+            return tuple(scale_gradient(x, 1 / context.tp.size) if isinstance(x, Tensor) else x for x in value)
 
         return map_fields(output, share)
 

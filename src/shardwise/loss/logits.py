@@ -116,7 +116,7 @@ class SplitLogits(DTensor):
         look = self._look
         if look.full is None:
             meet(
-                look.context.group,
+                look.context.tp.group,
                 look.name,
                 timeout=look.context.timeout,
                 after=look.context.last_look,
@@ -133,9 +133,9 @@ class SplitLogits(DTensor):
         if look.full is None:
             (placement,) = self.placements
             assert isinstance(placement, Shard)
-            sizes = look.context.even_sizes(self.shape[placement.dim])
+            sizes = look.context.tp.even_sizes(self.shape[placement.dim])
             with torch.enable_grad():  # whether or not this look needs a gradient, the next one may
-                look.full = gather_full(self.to_local(), look.context.group, dim=placement.dim, sizes=sizes)
+                look.full = gather_full(self.to_local(), look.context.tp.group, dim=placement.dim, sizes=sizes)
         return look.full
 
     def _detached(self) -> Tensor:

@@ -147,7 +147,7 @@ def _apply_adapter(
     wrapper: Any, fqn: str, adapter: str, parameters: Mapping[str, ParameterPlan], context: SplitContext
 ) -> None:
     planned = parameters.get(f"{fqn}.lora_A.{adapter}.weight")
-    if context.size == 1 or planned is None:
+    if context.tp.size == 1 or planned is None:
         return
     if not isinstance(planned.placement, Split):
         _drop_alike(wrapper.lora_dropout[adapter], f"{fqn}.lora_dropout.{adapter}", context)

@@ -90,7 +90,7 @@ def apply_plan(
 def _most_classes(head: nn.Module | None, context: SplitContext) -> int | None:
     """The most classes of a split head that a tp rank has; None where it is not split."""
     entry = entries_of(head).get("weight") if head is not None else None
-    return context.even_sizes(entry.layout.shape[0])[0] if entry is not None and entry.split is not None else None
+    return context.tp.even_sizes(entry.layout.shape[0])[0] if entry is not None and entry.split is not None else None
 
 
 def check_unsplit(model: nn.Module) -> None:

@@ -98,7 +98,7 @@ def check_compilation(choice: Compile | None, context: SplitContext | None = Non
         return
     if isinstance(choice.backend, str):
         check_choice("Compile backend", choice.backend, tuple(torch.compiler.list_backends(exclude_tags=())))
-    if context is not None and context.has_dropout and context.size > 1:
+    if context is not None and context.has_dropout and context.tp.size > 1:
         raise UnsupportedError(
             "compilation of a model that drops under tp",
             why="ranks draw alike here and each for itself there, and a graph has one stream of random numbers",

@@ -83,7 +83,7 @@ def apply_recomputation(model: nn.Module, registry: Registry, recompute: Recompu
 
     Communicates: nothing; a recomputed forward repeats what it communicates.
     """
-    for module in model.modules() if registry.context.size > 1 or registry.casting is not None else ():
+    for module in model.modules() if registry.context.tp.size > 1 or registry.casting is not None else ():
         own = vars(module)
         if "_gradient_checkpointing_func" in own:
             own["_gradient_checkpointing_func"] = _Resuming(own["_gradient_checkpointing_func"], registry)

@@ -161,7 +161,7 @@ def _apply_style(module: nn.Module, name: str, registry: Registry, *, leave: Reg
     if style == "all_reduce":
         install_reduced(module, edge_of(context, plan.stack_of(name)), context)
     elif style == "moe_identity_expert":
-        module.register_forward_pre_hook(lambda module, args: (args[0] / context.size, *args[1:]))
+        module.register_forward_pre_hook(lambda module, args: (args[0] / context.tp.size, *args[1:]))
     elif split is None:
         return  # a bare parameter's rule: its module computes with it as it is
     elif style == "norm_split":
@@ -189,8 +189,8 @@ def _apply_style(module: nn.Module, name: str, registry: Registry, *, leave: Reg
 
 def _split_vocabulary(module: nn.Module, split: Split, context: SplitContext) -> None:
     embedding = unwrapped(module)
-    start = sum(split.local_sizes[: context.coord])
-    rows = split.local_sizes[context.coord]
+    start = sum(split.local_sizes[: context.tp.coord])
+    rows = split.local_sizes[context.tp.coord]
     padding = getattr(embedding, "padding_idx", None)
     if padding is not None:
         setattr(embedding, "padding_idx", padding - start if start <= padding < start + rows else None)  # noqa: B010

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.comm.operations import Group
-from shardwise.errors import BatchError
 from shardwise.mesh import Mesh
+from shardwise.runtime.axis import Axis
 from shardwise.runtime.forward_state import ForwardState
 
 __all__ = ["SplitContext", "seeded"]
@@ -40,16 +40,14 @@ class Steps:
 
 @dataclass
 class SplitContext:
-    """The tp group of a split model, and the forward of it that is under way.
+    """The axes over which a model is split, and the forward of it that is under way.
 
     Attributes, which the split decides:
-        group: the tp process group; None in one process.
-        size: ranks in it.
-        coord: this rank's position.
+        tp: the axis of tensor parallelism.
         mesh: one-dimensional `DeviceMesh` of the tp axis, for the logits; None in one process.
         device: what modules run on, and draw random numbers from.
         timeout: of the mesh.
-        same_rows: the group of all ranks that must be given the same rows, where it is a larger one than `group`.
+        same_rows: the group of all ranks that must be given the same rows, where it is a larger one than that of `tp`.
         partial_after: whether the end of the layer stack sums the gradient of the split head's input.
         has_dropout: whether anything in the model draws random numbers in training.
         is_compiled: whether layers are compiled, whose hooks stay as they are.
@@ -77,9 +75,7 @@ class SplitContext:
     has a stream of its own for each microbatch (`stage_stream`), which is the replicated one of its tp ranks.
     """
 
-    group: Group | None = None
-    size: int = 1
-    coord: int = 0
+    tp: Axis = Axis("tp")  # noqa: RUF009 - frozen
     mesh: dist.DeviceMesh | None = None
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - frozen
     timeout: datetime.timedelta = datetime.timedelta(seconds=600)
@@ -102,33 +98,12 @@ class SplitContext:
     def of(cls, mesh: Mesh, *, has_dropout: bool = False) -> SplitContext:
         """That of a new model over a mesh."""
         return cls(
-            group=mesh.group("tp"),
-            size=mesh.size("tp"),
-            coord=mesh.coord("tp"),
+            tp=Axis.of(mesh, "tp"),
             mesh=mesh.tensor_mesh,
             device=mesh.device,
             timeout=mesh.timeout,
             has_dropout=has_dropout,
         )
-
-    def even_sizes(self, length: int) -> tuple[int, ...]:
-        """Lengths of the ranks' parts of `length` elements, as `torch.chunk` splits them."""
-        run = -(-length // self.size)
-        return tuple(min(length, (coord + 1) * run) - min(length, coord * run) for coord in range(self.size))
-
-    def equal_sizes(self, length: int) -> tuple[int, ...]:
-        """As `even_sizes`, of a sequence whose parts are joined without asking how long they are.
-
-        Raises:
-            BatchError: they would not be equal. The same on every rank.
-        """
-        if length % self.size:
-            raise BatchError(
-                f"a sequence of {length} does not divide among {self.size} tp ranks",
-                why="parallel layers take parts of the sequence that are of one length",
-                fix=f"pad it to a multiple of {self.size}, or leave sequence_parallel_enabled out",
-            )
-        return self.even_sizes(length)
 
     def __deepcopy__(self, memo: dict[int, object]) -> SplitContext:
         # A copied model runs on the same ranks; process groups cannot be copied.
@@ -184,12 +159,12 @@ class SplitContext:
         generator = generator_of(self.device)
         if replicated:
             self.state.replicated_seed = None
-            seed = generator.initial_seed() - self.coord + _REPLICATED + zlib.crc32(replicated.encode())
+            seed = generator.initial_seed() - self.tp.coord + _REPLICATED + zlib.crc32(replicated.encode())
         else:
-            seed = int(torch.empty((), dtype=torch.int64).random_()) + 1 + self.coord
+            seed = int(torch.empty((), dtype=torch.int64).random_()) + 1 + self.tp.coord
             in_parts = "layer" in self.state.random and "full_sequence" not in self.state.random
             around = generator.initial_seed() if in_parts and level == "region" else seed
-            self.state.replicated_seed = around - self.coord
+            self.state.replicated_seed = around - self.tp.coord
         self._fork_rng(level, generator, seed)
 
     def fork_replicated_rng(self, module: nn.Module, name: str) -> None:

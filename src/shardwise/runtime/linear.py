@@ -76,14 +76,16 @@ class RowSplit:
         if self._input_sizes is not None:
             if self._adapts:
                 context.fork_rng("region", module)  # what is dropped is this rank's own input
-            x = split_full(x, context.group, dim=x.ndim - 1, sizes=self._input_sizes)
+            x = split_full(x, context.tp.group, dim=x.ndim - 1, sizes=self._input_sizes)
         bias: Tensor | None = getattr(linear, "bias", None)
         if not self._reduces:
-            if bias is not None and context.coord:
+            if bias is not None and context.tp.coord:
                 bias = bias * 0  # the first rank adds it; here it keeps its place in the graph
             return self._product(x, bias, **options)
         if self._reenters:
-            out = copy_to_region(reduce_from_region(self._product(x, None, **options), context.group), context.group)
+            out = copy_to_region(
+                reduce_from_region(self._product(x, None, **options), context.tp.group), context.tp.group
+            )
             return out if bias is None else out + bias
         drops = context.has_dropout and self.training  # type: ignore[attr-defined]
         out = self._leave(self._product(x, None, **options), context, drops=drops)
@@ -94,7 +96,7 @@ class RowSplit:
         """The product of this rank's features, with `bias`: the linear's own, or what stands in its place."""
         if self._bias is None:
             return F.linear(x, self.weight, bias)  # type: ignore[attr-defined]
-        factor = None if self._reduces else 0 if self._split.coord else 1
+        factor = None if self._reduces else 0 if self._split.tp.coord else 1
         with self._bias.times(factor):
             return super().forward(x, **options)  # type: ignore[misc]
 

@@ -36,7 +36,7 @@ def install_sliced(
     """
 
     def own_part(x: Tensor) -> Tensor:
-        return own_slice(copy_to_region(x, context.group) if enters else x, dim, num_heads, context)
+        return own_slice(copy_to_region(x, context.tp.group) if enters else x, dim, num_heads, context)
 
     change_arguments(module, [argument], own_part)
 
@@ -44,18 +44,18 @@ def install_sliced(
 def own_slice(x: Tensor, dim: int, num_heads: int, context: SplitContext) -> Tensor:
     """This rank's part of an input, see `install_sliced`. Communicates nothing."""
     if dim == x.ndim - 1:
-        sizes = context.even_sizes(x.shape[dim])
-        return x.narrow(dim, sum(sizes[: context.coord]), sizes[context.coord])
+        sizes = context.tp.even_sizes(x.shape[dim])
+        return x.narrow(dim, sum(sizes[: context.tp.coord]), sizes[context.tp.coord])
     if x.shape[dim] % num_heads:
         return x  # one for all heads
-    own = num_heads // context.size
+    own = num_heads // context.tp.size
     heads = x.unflatten(dim, (-1, num_heads))
-    return heads.narrow(dim + 1, context.coord * own, own).flatten(dim, dim + 1)
+    return heads.narrow(dim + 1, context.tp.coord * own, own).flatten(dim, dim + 1)
 
 
 def install_local_shapes(module: nn.Module, argument: str, context: SplitContext) -> None:
     """Makes the input called `argument` report 1 / tp of the size of its last dim to `module`."""
-    change_arguments(module, [argument], lambda x: _with_local_size(x, x.shape[-1] // context.size))
+    change_arguments(module, [argument], lambda x: _with_local_size(x, x.shape[-1] // context.tp.size))
 
 
 class _LocalShapeTensor(Tensor):
@@ -104,5 +104,5 @@ def install_shares(module: nn.Module, names: tuple[str, ...], context: SplitCont
 
     The parameters stay what they are; only the forward sees the shares, so gradients are partial.
     """
-    size = context.size
+    size = context.tp.size
     read_in_forward(module, names, lambda parameter: parameter / size)

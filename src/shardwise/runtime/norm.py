@@ -83,7 +83,7 @@ class SplitNorm:
         would lose all digits where the mean is large.
         Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979)
         """
-        group, size = self._split.group, sum(self._sizes)
+        group, size = self._split.tp.group, sum(self._sizes)
         if not centered:
             summed = values.pow(2).sum(-1, keepdim=True)
             return None, copy_to_region(reduce_from_region(summed, group), group) / size

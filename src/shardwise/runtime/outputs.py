@@ -89,13 +89,13 @@ def map_fields(output: Any, change: Callable[[str, Any], Any]) -> Any:
 def _full_attention(name: str, x: Tensor, num_heads: Collection[int], context: SplitContext) -> Tensor:
     """All heads of attention weights `[batch, heads, queries, keys]`."""
     here = x.shape[1] if x.ndim == 4 else 0
-    is_full, is_part = here in num_heads, here * context.size in num_heads
+    is_full, is_part = here in num_heads, here * context.tp.size in num_heads
     if is_part != is_full:
-        return gather_full(x, context.group, dim=1, sizes=(here,) * context.size) if is_part else x
+        return gather_full(x, context.tp.group, dim=1, sizes=(here,) * context.tp.size) if is_part else x
     if num_heads and (is_part or "attentions" in name):
         raise UnsupportedError(
             f"nothing says whether {name or 'weights'} {list(x.shape)} are those of all heads",
-            why=f"there are {', '.join(map(str, sorted(num_heads)))} heads, and a rank has 1 / {context.size} of them",
+            why=f"there are {', '.join(map(str, sorted(num_heads)))} heads, and a rank has 1 / {context.tp.size} of them",
             fix="leave out output_attentions, or use tp_size 1",
         )
     return x
@@ -104,16 +104,16 @@ def _full_attention(name: str, x: Tensor, num_heads: Collection[int], context: S
 def _full_hidden(x: Tensor, lengths: Collection[int], context: SplitContext) -> Tensor:
     """All of the sequence of a hidden state `[batch, sequence, hidden]`."""
     here = x.shape[1]
-    of_part = {length for length in lengths if here == -(-length // context.size)}
+    of_part = {length for length in lengths if here == -(-length // context.tp.size)}
     if not of_part:
         return x
     if len(of_part | {here} & set(lengths)) > 1 or (of_part == {here} and x.requires_grad):
         raise UnsupportedError(
             f"nothing says whether a hidden state {list(x.shape)} is all of its sequence",
-            why=f"the sequences have lengths {sorted(lengths)}, and a rank has 1 / {context.size} of them",
+            why=f"the sequences have lengths {sorted(lengths)}, and a rank has 1 / {context.tp.size} of them",
             fix="leave out output_hidden_states, or sequence_parallel",
         )
-    full = gather_full(x, context.group, dim=1, sizes=(here,) * context.size)
+    full = gather_full(x, context.tp.group, dim=1, sizes=(here,) * context.tp.size)
     return cut(full, 1, of_part.pop())  # of a single token the first rank has all, and the others padding
 
 
@@ -130,7 +130,7 @@ def _scaled(context: SplitContext, *, ends_alike: bool) -> Callable[[str, Any], 
             value = value.view_as(value)
             value.register_hook(_refuse_gradient)
             return value
-        return value if is_summed is False else scale_gradient(value, 1 / context.size)
+        return value if is_summed is False else scale_gradient(value, 1 / context.tp.size)
 
     return change
 

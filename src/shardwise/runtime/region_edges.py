@@ -66,18 +66,18 @@ class TensorEdge:
 
         Communicates: over tp, nothing forward and one all-reduce of the gradient backward.
         """
-        return copy_to_region(x, self._context.group)
+        return copy_to_region(x, self._context.tp.group)
 
     def view(self, x: Tensor) -> Tensor:
         """The region's view of another input that has the sequence dim of the hidden states, which have entered."""
-        return copy_to_region(x, self._context.group) if x.is_floating_point() else x
+        return copy_to_region(x, self._context.tp.group) if x.is_floating_point() else x
 
     def leave(self, x: Tensor) -> Tensor:
         """The sum of the ranks' partial results `x`, which are full in the sequence.
 
         Communicates: over tp, one all-reduce forward and nothing backward.
         """
-        return reduce_from_region(x, self._context.group)
+        return reduce_from_region(x, self._context.tp.group)
 
     def outside(self, x_full: Tensor) -> Tensor:
         """What stands outside of the region of a tensor that all ranks have in full."""
@@ -118,7 +118,7 @@ class SequenceEdge(TensorEdge):
         if x.ndim == 2 and context.state.rows:  # flattened inside: the parts are parts of every sequence all the same
             return self.leave(x.unflatten(0, (context.state.rows, -1))).flatten(0, 1)
         dim = sequence_dim(x)
-        return scatter_from_region(pad(x, dim, context.size), context.group, dim=dim)
+        return scatter_from_region(pad(x, dim, context.tp.size), context.tp.group, dim=dim)
 
     def outside(self, x_full: Tensor) -> Tensor:
         """This rank's part of the sequence."""
@@ -128,9 +128,9 @@ class SequenceEdge(TensorEdge):
         """As `TensorEdge.shape`: that of a part of the sequence."""
         shape, rows = list(x.shape), self._context.state.rows
         if x.ndim == 2 and rows:
-            shape[0] = rows * -(-shape[0] // rows // self._context.size)
+            shape[0] = rows * -(-shape[0] // rows // self._context.tp.size)
         else:
-            shape[sequence_dim(x)] = -(-shape[sequence_dim(x)] // self._context.size)
+            shape[sequence_dim(x)] = -(-shape[sequence_dim(x)] // self._context.tp.size)
         return tuple(shape)
 
     def _length(self) -> int:
@@ -141,16 +141,16 @@ class SequenceEdge(TensorEdge):
         """All of the sequence of `x`, whose gradient inside the region is partial."""
         context = self._context
         if x.is_floating_point():
-            x_full = gather_to_region(x, context.group, dim=dim)
+            x_full = gather_to_region(x, context.tp.group, dim=dim)
         else:
-            x_full = all_gather_padded(x, context.group, sizes=(x.shape[dim],) * context.size, dim=dim)
+            x_full = all_gather_padded(x, context.tp.group, sizes=(x.shape[dim],) * context.tp.size, dim=dim)
         return cut(x_full, dim, self._length()) if dim == 1 else x_full
 
     def _check_part(self, x: Tensor, region: str) -> None:
         """Raises `PlanError` where a region is not entered with this rank's part of the sequence: ranks that hold other
         tokens would exchange other numbers of them, or meet in other collectives.
         """
-        part = -(-self._length() // self._context.size)
+        part = -(-self._length() // self._context.tp.size)
         expected = self._context.state.stack_rows * part if x.ndim == 2 else part
         given = x.shape[sequence_dim(x)]
         if given != expected and not torch.compiler.is_compiling():
@@ -201,7 +201,7 @@ def note_sum(x: Tensor, context: SplitContext) -> Tensor:
     if sums is None or not x.requires_grad:
         return x
     if torch.compiler.is_compiling():  # a graph cannot change what it has passed
-        x = scale_gradient(x, context.size)
+        x = scale_gradient(x, context.tp.size)
         sums.append(Sum(x, 0, None))
         return x
     factor = GradientFactor()
@@ -235,7 +235,7 @@ def with_own_sums(own: Callable[..., Any], context: SplitContext, args: Any, kwa
     context.state.sums = []
     output = own(*args, **kwargs)
     sums, context.state.sums = context.state.sums, around
-    return map_first(output, lambda x: _after_sums(x, sums, context.size)) if sums else output
+    return map_first(output, lambda x: _after_sums(x, sums, context.tp.size)) if sums else output
 
 
 def install_region(
@@ -326,7 +326,7 @@ class _EndCheck:
             module.__dict__[_ENDS].add(module.__dict__[_CALL])
             module._forward_hooks.pop(next(key for key, hook in module._forward_hooks.items() if hook is self))
             return None
-        return map_first(output, lambda x: _after_sums(x, sums, context.size))
+        return map_first(output, lambda x: _after_sums(x, sums, context.tp.size))
 
 
 def _first(output: Any) -> Any:
@@ -345,7 +345,7 @@ def _enter_inputs(
 
     def entered(slot: str, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
         """`x` changed, shared with other regions that are given it (see [Note: entered once])."""
-        if context.group is None or uses_functional(context.group):
+        if context.tp.group is None or uses_functional(context.tp.group):
             return change(x)  # a graph, or its recomputation, communicates the same whatever ran before
         # The same tensor may enter as a part of the sequence here and as it is there: those are different entries.
         return context.state.entered.get_or_enter((slot, edge.stack), x, change)
@@ -361,7 +361,7 @@ def _enter_inputs(
         elif name in parts:
             arguments[name] = entered(f"part {name}", value, edge.view)
         elif value.is_floating_point():  # no part of the sequence
-            arguments[name] = entered(f"full {name}", value, lambda x: copy_to_region(x, context.group))
+            arguments[name] = entered(f"full {name}", value, lambda x: copy_to_region(x, context.tp.group))
 
 
 def install_rng_restore(around: nn.Module, context: SplitContext) -> None:
@@ -391,6 +391,6 @@ def install_gathered(module: nn.Module, sizes: tuple[int, ...], edge: TensorEdge
     """
 
     def leave(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return edge.outside(gather_full(output, context.group, dim=output.ndim - 1, sizes=sizes))
+        return edge.outside(gather_full(output, context.tp.group, dim=output.ndim - 1, sizes=sizes))
 
     module.register_forward_hook(leave)

@@ -56,7 +56,9 @@ def check_same_batch(
 
     Communicates: over the ranks that read the same rows (tp and pp), one all-gather of 40 bytes a rank.
     """
-    group = context.same_rows if context.same_rows is not None else context.group if context.mesh is not None else None
+    group = (
+        context.same_rows if context.same_rows is not None else context.tp.group if context.mesh is not None else None
+    )
     if group is None or context.batch_compared or torch.compiler.is_compiling():
         return [list(numbers)]
     if torch._C._functorch.peek_interpreter_stack() is not None:

@@ -127,17 +127,17 @@ def _split_sequence(x: Tensor, stack: str, context: SplitContext) -> Tensor:
 def own_part(x: Tensor, context: SplitContext) -> Tensor:
     """This rank's part of the sequence of `x` `[batch, sequence, ...]` or `[tokens, hidden]`, padded as they are."""
     dim = sequence_dim(x)
-    padded = pad(x, dim, context.size)
-    return split_full(padded, context.group, dim=dim, sizes=context.even_sizes(padded.shape[dim]))
+    padded = pad(x, dim, context.tp.size)
+    return split_full(padded, context.tp.group, dim=dim, sizes=context.tp.even_sizes(padded.shape[dim]))
 
 
 def _gather_sequence(x: Tensor, length: int, context: SplitContext, *, partial_after: bool) -> Tensor:
     if partial_after:
-        full = gather_to_region(x, context.group, dim=1)
+        full = gather_to_region(x, context.tp.group, dim=1)
         if not torch.compiler.is_compiling() and full.grad_fn is not None:
             setattr(full.grad_fn, "ends_stack", True)  # noqa: B010 - for `runtime.outputs`, which looks for it
     else:
-        full = gather_full(x, context.group, dim=1, sizes=(x.shape[1],) * context.size)
+        full = gather_full(x, context.tp.group, dim=1, sizes=(x.shape[1],) * context.tp.size)
     return cut(full, 1, length)
 
 

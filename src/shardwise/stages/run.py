@@ -266,7 +266,7 @@ class StageRun:
         shape = list(value.shape)
         context = self.stages.context
         if context is not None and self.segment in self.stages.split and crossing.anchor == self.hidden:
-            shape[1] = -(-shape[1] // context.size)
+            shape[1] = -(-shape[1] // context.tp.size)
         needs = crossing.needs_gradient and value.dtype.is_floating_point
         return Travelling(shape=tuple(shape), dtype=value.dtype, needs_gradient=needs, anchor=crossing.anchor)
 

@@ -184,9 +184,9 @@ def _own_stream(module: nn.Module, context: SplitContext) -> Iterator[None]:
     """Inside, what `module` drops of this rank's part differs between tp ranks; then all draw alike again, however
     much each has drawn.
     """
-    if context.size == 1 or not (module.training and has_dropout(module)):
+    if context.tp.size == 1 or not (module.training and has_dropout(module)):
         yield
         return
-    seed = int(torch.empty((), dtype=torch.int64).random_()) + 1 + context.coord
+    seed = int(torch.empty((), dtype=torch.int64).random_()) + 1 + context.tp.coord
     with seeded(context.device, seed):
         yield

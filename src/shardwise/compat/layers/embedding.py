@@ -90,15 +90,17 @@ class StandaloneEmbedding(SplitEmbedding, _LookUp):
             out = super().forward(ids)
         if self.sequence_dim is None:
             return out
-        sizes = self._split.equal_sizes(out.shape[self.sequence_dim])
-        return split_full(out, self._split.group, dim=self.sequence_dim, sizes=sizes)
+        sizes = self._split.tp.equal_sizes(out.shape[self.sequence_dim])
+        return split_full(out, self._split.tp.group, dim=self.sequence_dim, sizes=sizes)
 
     def own_ids(self, ids: Tensor) -> Tensor:
         """Those of which this rank puts out the rows, in their order."""
         if self.sequence_dim is None:
             return ids
         ids = ids.transpose(0, 1) if self.sequence_dim == 0 else ids
-        return ids.split(self._split.even_sizes(ids.shape[self.sequence_dim]), self.sequence_dim)[self._split.coord]
+        return ids.split(self._split.tp.even_sizes(ids.shape[self.sequence_dim]), self.sequence_dim)[
+            self._split.tp.coord
+        ]
 
 
 def _new_table(

@@ -145,7 +145,7 @@ class GroupedProjections(SplitModule):
 
     @property
     def _sizes(self) -> list[int]:
-        return [split.local_sizes[self._split.coord] for split in self.splits]
+        return [split.local_sizes[self._split.tp.coord] for split in self.splits]
 
     def _parts(self, kind: str) -> Sequence[Any]:
         if self.fused:
@@ -157,32 +157,35 @@ class GroupedProjections(SplitModule):
         """The same values, whose gradient is the sum over the ranks that hold them."""
         if own is None:
             return None
-        ((start, stop),) = self.splits[1].pieces[self._split.coord] or ((0, 0),)
+        ((start, stop),) = self.splits[1].pieces[self._split.tp.coord] or ((0, 0),)
         before, after = own.new_zeros(start, *own.shape[1:]), own.new_zeros(self.splits[1].size - stop, *own.shape[1:])
-        return copy_to_region(torch.cat([before, own, after]), self._split.group)[start:stop]
+        return copy_to_region(torch.cat([before, own, after]), self._split.tp.group)[start:stop]
 
     def _copied(self, x: Tensor) -> Tensor:
         """Keys or values of this rank's heads, as often as it has each."""
         if self.gathers or self.copies == 1:
             return x
-        (start, stop), width = self.splits[1].pieces[self._split.coord][0], self.out_features[1] // self._num_blocks()
-        heads, stored = self._heads_of(self._split.coord), list(range(start // width, stop // width))
+        (start, stop), width = (
+            self.splits[1].pieces[self._split.tp.coord][0],
+            self.out_features[1] // self._num_blocks(),
+        )
+        heads, stored = self._heads_of(self._split.tp.coord), list(range(start // width, stop // width))
         if heads == stored:
             return x
         return x.unflatten(-1, (len(stored), width))[..., [head - stored[0] for head in heads], :].flatten(-2)
 
     def _num_blocks(self) -> int:
         """Key/value heads; where nobody has said how many, the fewest whose copies divide over tp."""
-        parts = self._split.size
+        parts = self._split.tp.size
         return self.num_heads if self.num_heads is not None else parts // math.gcd(parts, self.copies)
 
     def _heads_of(self, coord: int) -> list[int]:
         """The heads of a rank, copies included."""
-        number = self._num_blocks() * self.copies // self._split.size
+        number = self._num_blocks() * self.copies // self._split.tp.size
         return [copy // self.copies for copy in range(coord * number, (coord + 1) * number)]
 
     def _divided(self) -> tuple[Split, Split, Split]:
-        parts, size = self._split.size, self.out_features[1]
+        parts, size = self._split.tp.size, self.out_features[1]
         query, keys = split_even(0, self.out_features[0], parts=parts), split_even(0, size, parts=parts)
         if not self.gathers and (self.copies != 1 or self.num_heads is not None):
             self.check_heads(self._num_blocks())
@@ -202,7 +205,7 @@ class GroupedProjections(SplitModule):
 
     def check_heads(self, num_heads: int) -> None:
         """Raises `ConfigError` where so many key/value heads do not go with the copies."""
-        parts, (query, size), copies = self._split.size, self.out_features, self.copies
+        parts, (query, size), copies = self._split.tp.size, self.out_features, self.copies
         if self.gathers:
             return
         each = query // size if size and query % size == 0 else copies  # query heads of a key/value head

@@ -141,18 +141,18 @@ class RowLinear(_SplitLinear):
             x = x[..., : self.weight.shape[1]]
         out = F.linear(x, self.weight)
         dtype = out.dtype
-        if context.group is not None and self.reduces:
+        if context.tp.group is not None and self.reduces:
             if self.reduce_dtype is not None and dtype.itemsize < self.reduce_dtype.itemsize:
                 out = out.to(self.reduce_dtype)
             if self.sequence_dim is None:
-                out = reduce_from_region(out, context.group)
+                out = reduce_from_region(out, context.tp.group)
             else:
-                context.equal_sizes(out.shape[self.sequence_dim])
-                out = scatter_from_region(out, context.group, dim=self.sequence_dim)
+                context.tp.equal_sizes(out.shape[self.sequence_dim])
+                out = scatter_from_region(out, context.tp.group, dim=self.sequence_dim)
             out = out.to(dtype)
         if self.returns_bias:
             return out, bias
-        if bias is not None and not self.reduces and context.coord:
+        if bias is not None and not self.reduces and context.tp.coord:
             bias = bias * 0
         return out if bias is None else out + bias
 

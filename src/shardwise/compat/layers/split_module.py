@@ -167,7 +167,7 @@ class SplitModule(nn.Module):
         Communicates: over tp, one all-reduce of the gradient; with a `sequence_dim`, an all-gather forward and a
             reduce-scatter of the gradient.
         """
-        group, dtype = self._split.group, x.dtype
+        group, dtype = self._split.tp.group, x.dtype
         if group is None:
             return x
         if reduce_dtype is not None and x.is_floating_point() and dtype.itemsize < reduce_dtype.itemsize:
@@ -182,15 +182,15 @@ def running_alone(model: nn.Module, mesh: Mesh) -> Iterator[None]:
     nobody: as if the other ranks held what this one holds. For shapes, and for comparisons with itself.
     """
     contexts = {id(module._split): module._split for module in model.modules() if isinstance(module, SplitModule)}
-    groups = {key: context.group for key, context in contexts.items()}
+    groups = {key: context.tp.group for key, context in contexts.items()}
     with mesh.represented(lambda group: LoneGroup(group.rank(), group.size())):
         try:
             for context in contexts.values():
-                context.group = mesh.group("tp")
+                context.tp.group = mesh.group("tp")
             yield
         finally:
             for key, context in contexts.items():
-                context.group = groups[key]
+                context.tp.group = groups[key]
 
 
 def layout_of(shape: Sequence[int], split: Split | None, mesh: Mesh, *, data_axes: bool = True) -> Layout:
@@ -261,20 +261,20 @@ def new_linear(
 
 def gather_features(x: Tensor, split: Split, context: SplitContext) -> Tensor:
     """All ranks' features, in the order of the full tensor."""
-    if context.group is None:
+    if context.tp.group is None:
         return x
-    joined = gather_full(x, context.group, dim=x.ndim - 1, sizes=split.local_sizes)
+    joined = gather_full(x, context.tp.group, dim=x.ndim - 1, sizes=split.local_sizes)
     order = _stored_order(split)
     return joined if order is None else joined[..., torch.tensor(order, device=x.device).argsort(stable=True)]
 
 
 def own_features(x: Tensor, split: Split, context: SplitContext) -> Tensor:
     """This rank's features of a full tensor."""
-    if context.group is None:
+    if context.tp.group is None:
         return x
     order = _stored_order(split)
     x = x if order is None else x[..., torch.tensor(order, device=x.device)]
-    return split_full(x, context.group, dim=x.ndim - 1, sizes=split.local_sizes)
+    return split_full(x, context.tp.group, dim=x.ndim - 1, sizes=split.local_sizes)
 
 
 def _stored_order(split: Split) -> list[int] | None:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from shardwise.comm import collectives
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
-from shardwise.runtime.context import SplitContext
+from shardwise.runtime.axis import Axis
 
 __all__ = [
     "copy_to_tensor_model_parallel_region",
@@ -31,13 +31,13 @@ def reduce_from_tensor_model_parallel_region(input_: Tensor) -> Tensor:
 
 def scatter_to_sequence_parallel_region(input_: Tensor, sequence_dimension: int = 0) -> Tensor:
     """This rank's equal part of the sequence; all-gather backward."""
-    sizes = SplitContext.of(current_mesh()).equal_sizes(input_.shape[sequence_dimension])
+    sizes = Axis.of(current_mesh(), "tp").equal_sizes(input_.shape[sequence_dimension])
     return collectives.split_full(input_, current_mesh().group("tp"), dim=sequence_dimension % input_.ndim, sizes=sizes)
 
 
 def scatter_to_tensor_model_parallel_region(input_: Tensor) -> Tensor:
     """This rank's part of the last dim, as `torch.chunk` divides it; all-gather backward."""
-    sizes = SplitContext.of(current_mesh()).even_sizes(input_.shape[-1])
+    sizes = Axis.of(current_mesh(), "tp").even_sizes(input_.shape[-1])
     return collectives.split_full(input_, current_mesh().group("tp"), dim=input_.ndim - 1, sizes=sizes)
 
 
@@ -59,5 +59,5 @@ def gather_from_tensor_model_parallel_region(input_: Tensor) -> Tensor:
 
 def reduce_scatter_to_sequence_parallel_region(input_: Tensor, sequence_dimension: int = 0) -> Tensor:
     """The sum of the ranks' terms, of which each keeps its equal part of the sequence; all-gather backward."""
-    SplitContext.of(current_mesh()).equal_sizes(input_.shape[sequence_dimension])
+    Axis.of(current_mesh(), "tp").equal_sizes(input_.shape[sequence_dimension])
     return collectives.scatter_from_region(input_, current_mesh().group("tp"), dim=sequence_dimension)
