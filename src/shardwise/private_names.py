@@ -84,8 +84,6 @@ torch.distributed.pipelining.schedules._PipelineSchedule:_has_backward
 torch.distributed.pipelining.schedules._PipelineScheduleRuntime
 torch.distributed.pipelining.schedules._PipelineScheduleRuntime:_prepare_schedule_with_comms
 torch.distributed.pipelining.schedules._PipelineScheduleRuntime:_step_microbatches
-torch.distributed.pipelining.schedules._PipelineScheduleRuntime:bwd_recv_ops
-torch.distributed.pipelining.schedules._PipelineScheduleRuntime:fwd_recv_ops
 torch.distributed.pipelining.stage._PipelineStageBase
 torch.distributed.tensor.DTensor:_local_tensor
 torch.distributed.tensor._dtensor_spec.DTensorSpec

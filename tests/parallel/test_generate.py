@@ -10,7 +10,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import shardwise
 from shardwise.errors import UnsupportedError
-from shardwise.stages.run import StageRun
+from shardwise.stages.run import MeasureRun
 from tests.families import tiny_model
 
 pytestmark = pytest.mark.spawn
@@ -98,13 +98,13 @@ def generate_in_stages(mesh, family):
     whole = t5() if family == "t5" else tiny_model(family, eos_token_id=None)
     inputs = prompts(whole)
     expected = whole.generate(**inputs, max_new_tokens=9, do_sample=False).tolist()
-    split, measured, begin = shardwise.parallelize(whole, mesh), [], StageRun.__init__
+    split, measured, begin = shardwise.parallelize(whole, mesh), [], MeasureRun.__init__
 
     def count(run, *args, **kwargs):
         begin(run, *args, **kwargs)
-        measured.extend([run] * run.measures)
+        measured.append(run)
 
-    with mock.patch.object(StageRun, "__init__", count):
+    with mock.patch.object(MeasureRun, "__init__", count):
         tokens = split.generate(**inputs, max_new_tokens=9, do_sample=False).tolist()
     return expected, tokens, len(measured)
 

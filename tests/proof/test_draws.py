@@ -29,7 +29,7 @@ from shardwise.runtime.context import SplitContext
 from shardwise.search.deriving import derive_plan
 from shardwise.search.planning import plan_for
 from shardwise.stages.model import Stages
-from shardwise.stages.run import StageRun
+from shardwise.stages.run import ComputeRun
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
 from shardwise.tiny.random import training_copy
 from tests.families import FULL_PRODUCT, tiny_model
@@ -414,7 +414,7 @@ def test_what_is_drawn_in_code_of_other_stages_is_not_recorded():
     stages = Stages(own=(1,), model=nn.Linear(1, 1), plan=plan)
     with Draws(stages) as draws:
         for is_foreign, times in ((True, 1), (False, 2), (False, 0), (False, 1)):
-            stages.current = StageRun(stages, first=int(is_foreign), last=None, received=())
+            stages.current = ComputeRun(stages, first=int(is_foreign), last=None, received=())
             torch.zeros(2)
             for _ in range(times):
                 torch.rand(2)

@@ -95,7 +95,7 @@ def _full_attention(name: str, x: Tensor, num_heads: Collection[int], context: S
     if num_heads and (is_part or "attentions" in name):
         raise UnsupportedError(
             f"nothing says whether {name or 'weights'} {list(x.shape)} are those of all heads",
-            why=f"there are {', '.join(map(str, sorted(num_heads)))} heads, and a rank has 1 / {context.tp.size} of them",
+            why=f"there are {', '.join(map(str, sorted(num_heads)))} heads, a rank has 1 / {context.tp.size} of them",
             fix="leave out output_attentions, or use tp_size 1",
         )
     return x

@@ -22,7 +22,7 @@ from shardwise.runtime.context import SplitContext
 from shardwise.runtime.modes import is_in_backward
 from shardwise.stages.absent import Absent, present
 from shardwise.stages.cache_copies import copy_cache
-from shardwise.stages.run import Module, Outgoing, Own, StageRun, Travelling
+from shardwise.stages.run import ComputeRun, MeasureRun, Module, Outgoing, Own, StageRun, Travelling
 
 Lengths = tuple[int, ...]
 """Sizes of a forward's arguments that grow by one with every token that is generated."""
@@ -153,8 +153,7 @@ class Stages:
             return measured[at]
         cuts = _extrapolate(measured, at)
         if cuts is None:
-            calls, last = len(self.plan.order.calls), self.plan.starts[-1]
-            run = StageRun(self, first=calls, last=last, received=(), skipped=self.num_skipped(arguments))
+            run = MeasureRun(self, skipped=self.num_skipped(arguments))
             given = {
                 name: copy_cache(value) if isinstance(value, Cache) else value for name, value in arguments.items()
             }
@@ -165,8 +164,7 @@ class Stages:
 
     def _see_cuts(self, arguments: Mapping[str, Any]) -> None:
         """Finds what crosses the cuts of a chain, which has not run before: what its layers are given."""
-        order, last = self.plan.order, self.plan.starts[-1]
-        run = StageRun(self, first=len(order.calls), last=last, received=())
+        order, run = self.plan.order, MeasureRun(self)
         with torch.no_grad():
             self._run(run, arguments)
         crossings = tuple(run.given.get(segment, ()) for segment in range(1, len(order.calls)))
@@ -210,7 +208,7 @@ class Stages:
                 return ()
             starts = zip(self.plan.starts, self._cuts(arguments), strict=False)
             travels = {start: frozenset(each.anchor for each in cut) for start, cut in starts}
-        run = StageRun(self, first=segments.start, last=last, received=received, skipped=skipped, travels=travels)
+        run = ComputeRun(self, first=segments.start, last=last, received=received, skipped=skipped, travels=travels)
         _, expected = self.shapes(stage, arguments)  # before caches are written to
         output = self._run(run, arguments)
         if not isinstance(output, Outgoing):

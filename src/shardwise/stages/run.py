@@ -11,7 +11,7 @@ the model's outermost forward turns into an ordinary return, so that hooks aroun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from shardwise.stages.anchors import find_tensor, is_dropout, made_by, named_arg
 if TYPE_CHECKING:
     from shardwise.stages.model import Stages
 
-__all__ = ["Module", "Outgoing", "Own", "StageRun", "Travelling"]
+__all__ = ["ComputeRun", "MeasureRun", "Module", "Outgoing", "Own", "StageRun", "Travelling"]
 
 Own = Callable[..., Any]
 
@@ -74,7 +74,11 @@ class Outgoing:
 
 
 class _StageEnd(Exception):  # noqa: N818 - no error
-    """The stage that runs has reached the layer with which the next one begins."""
+    """The run has reached the cut at which it ends; carries what is sent there."""
+
+    def __init__(self, outgoing: tuple[Tensor, ...]) -> None:
+        super().__init__()
+        self.outgoing = outgoing
 
 
 class _Glue(TorchFunctionMode):
@@ -122,52 +126,35 @@ class _Glue(TorchFunctionMode):
 
 
 class StageRun:
-    """One forward of one stage.
+    """One forward of the model, of which this rank computes some segments (`ComputeRun`) or none (`MeasureRun`).
 
     Args:
-        first: the segment with which it begins; above all of them where nothing is to be computed.
-        last: the segment before which it ends; None where it runs to the end of the model.
+        wanted: anchors of the tensors to be found.
         skipped: how many segments do not run, because the caller gives what they compute.
-        travels: of such a run, the anchors of what is sent at the cut before each segment; the rest is given.
+        is_foreign: whether what runs first is computed by other stages.
     """
 
-    def __init__(
-        self,
-        stages: Stages,
-        *,
-        first: int,
-        last: int | None,
-        received: Sequence[Tensor],
-        skipped: int = 0,
-        travels: Mapping[int, frozenset[str]] | None = None,
-    ) -> None:
+    measures = False
+
+    def __init__(self, stages: Stages, wanted: Iterable[str], *, skipped: int, is_foreign: bool) -> None:
         self.stages, self.order = stages, stages.plan.order
-        self.first, self.last, self.received = first, last, received
-        self.skipped, self.travels = skipped, travels
         self.segment = skipped  # of the next call of a layer
         self.depth = 0  # of watched modules
-        self.is_foreign = first > max(0, skipped - 1)
-        self.outgoing: tuple[Tensor, ...] = ()
+        self.is_foreign = is_foreign
         self.hidden = ""  # anchor of the hidden states at the cut reached last
-        # At every cut, of a run that computes nothing.
-        self.seen: list[tuple[Travelling, ...]] = [() for start in stages.plan.starts[1:] if start < skipped]
-        self.numbers: dict[str, int] = {}
-        self.given: dict[int, tuple[Crossing, ...]] = {}  # of such a run, what a chain's layers after cuts are given
-        wanted = {crossing.anchor for at in (first, last) for crossing in self.crossings(at)}
-        self.measures = first >= len(self.order.calls)
-        if self.measures:
-            wanted = {each.anchor for start in stages.plan.starts[1:] for each in self.crossings(start)}
+        self.numbers: dict[str, int] = {}  # calls of modules, by their names
         self.found: dict[str, Tensor | None] = dict.fromkeys(wanted)
-        self.named = {anchor.split(":")[1] for anchor in wanted if anchor.startswith("output:")}
-        is_counted = self.order.shares_dropped or any(anchor.startswith("glue:") for anchor in wanted)
+        self.named = {anchor.split(":")[1] for anchor in self.found if anchor.startswith("output:")}
+        is_counted = self.order.shares_dropped or any(anchor.startswith("glue:") for anchor in self.found)
         self.glue = _Glue(self) if is_counted else None
 
-    def crossings(self, segment: int | None) -> tuple[Crossing, ...]:
+    def reach_cut(self) -> tuple[Tensor, ...] | None:
+        """The next layer is the first one after a cut. Returns what is sent there where this run ends."""
+        raise NotImplementedError
+
+    def crossings(self, segment: int) -> tuple[Crossing, ...]:
         """What crosses the cut before a segment."""
-        found = self.order.crossings[segment - 1] if segment and segment <= len(self.order.crossings) else ()
-        if self.travels is None or segment is None:
-            return found
-        return tuple(each for each in found if each.anchor in self.travels.get(segment, ()))
+        return self.order.crossings[segment - 1] if 0 < segment <= len(self.order.crossings) else ()
 
     def forward(self, own: Own, args: Any, kwargs: Any) -> Any:
         """The model's own forward, as far as this stage goes."""
@@ -177,8 +164,8 @@ class StageRun:
             self.glue.__enter__()
         try:
             output = own(*args, **kwargs)
-        except _StageEnd:
-            return Outgoing(self.outgoing)
+        except _StageEnd as end:
+            return Outgoing(end.outgoing)
         finally:
             if self.glue is not None:
                 leave_mode(self.glue)  # a head in it may have entered another one, which goes on
@@ -217,64 +204,18 @@ class StageRun:
         if self.segment >= len(self.order.calls) or self.order.calls[self.segment] != fqn:
             self._check_reached(self.segment, fqn)
         if self.segment in self.stages.plan.starts[1:]:
-            self._note_arguments(module, args, kwargs)
-            if self.measures or self.last == self.segment:
-                self._leave()
-            if self.first == self.segment:
-                self._begin()
+            self._note_arguments(named_arguments(unwrapped(module), args, kwargs))
+            outgoing = self.reach_cut()
+            if outgoing is not None:
+                raise _StageEnd(outgoing)
         self.segment += 1
-
-    def _begin(self) -> None:
-        """The stage's own segments begin: what was received takes the place of what is absent."""
-        expected = self._computed(self.first)
-        if len(expected) != len(self.received):
-            raise _not_found(self.order.calls[self.first], len(self.received), len(expected))
-        for (crossing, absent), value in zip(expected, self.received, strict=True):
-            if not isinstance(absent, Absent):
-                raise _not_found(crossing.anchor, 1, 0)
-            absent.bind(value.clone() if crossing.is_written else value)
-            if crossing.anchor == self.hidden:
-                self._enter_stack(absent)
-        for (module, name), own in self.stages.absent.items():
-            own.value = module._parameters[name]  # where it was handed to this layer
-        self.is_foreign = False
-        self.show_parameters()
-
-    def _enter_stack(self, hidden: Absent) -> None:
-        """The stage begins inside of a stack of layers whose first one, on another stage, has split the sequence."""
-        stack, context = self.stages.split.get(self.first), self.stages.context
-        if stack is not None and context is not None:
-            context.state.open_stack = stack
-            context.state.stack_rows, context.state.lengths[stack] = hidden.meta.shape[:2]
-
-    def _leave(self) -> None:
-        """A cut: what crosses it is collected, and this stage ends if it is its own."""
-        crossing = self._computed(self.segment)
-        if self.measures:
-            kept = [pair for pair in crossing if not self.skipped or isinstance(pair[1], Absent)]
-            self.seen.append(tuple(self._travelling(*pair) for pair in kept))
-        if self.last == self.segment:
-            self.outgoing = tuple(present(value) for _, value in crossing)
-            raise _StageEnd
 
     def _computed(self, segment: int) -> list[tuple[Crossing, Tensor]]:
         """What crosses a cut in this run: in another mode, and with other arguments, more may be computed or less."""
         found = ((crossing, self.found[crossing.anchor]) for crossing in self.crossings(segment))
         return [(crossing, value) for crossing, value in found if value is not None]
 
-    def _travelling(self, crossing: Crossing, value: Tensor) -> Travelling:
-        shape = list(value.shape)
-        context = self.stages.context
-        if context is not None and self.segment in self.stages.split and crossing.anchor == self.hidden:
-            shape[1] = -(-shape[1] // context.tp.size)
-        needs = crossing.needs_gradient and value.dtype.is_floating_point
-        return Travelling(shape=tuple(shape), dtype=value.dtype, needs_gradient=needs, anchor=crossing.anchor)
-
-    def _note_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments = named_arguments(unwrapped(module), args, kwargs)
-        if self.measures and self.order.is_chain:
-            absent = [path for path, value in named_tensors(arguments) if isinstance(value, Absent)]
-            self.given[self.segment] = tuple(Crossing(anchor=f"input:{path}") for path in absent)
+    def _note_arguments(self, arguments: dict[str, Any]) -> None:
         self.hidden = f"input:{hidden_name(arguments)}"
         for anchor in self.found:
             kind, _, path = anchor.partition(":")
@@ -324,6 +265,111 @@ class StageRun:
             why="all layers must run, always in the same order (none skipped at random, or left out)",
             fix="set layerdrop to 0, or use pp1",
         )
+
+
+class ComputeRun(StageRun):
+    """A stage's own forward: its segments compute, what comes before is foreign, and what is sent ends it.
+
+    Args:
+        first: the segment with which it begins.
+        last: the segment before which it ends; None where it runs to the end of the model.
+        received: what the stage before has sent.
+        skipped: how many segments do not run, because the caller gives what they compute.
+        travels: of such a run, the anchors of what is sent at the cut before each segment; the rest is given.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        *,
+        first: int,
+        last: int | None,
+        received: Sequence[Tensor],
+        skipped: int = 0,
+        travels: Mapping[int, frozenset[str]] | None = None,
+    ) -> None:
+        self.first, self.last, self.received, self.travels = first, last, received, travels
+        self.order = stages.plan.order
+        wanted = {crossing.anchor for cut in (first, last) if cut is not None for crossing in self.crossings(cut)}
+        super().__init__(stages, wanted, skipped=skipped, is_foreign=first > max(0, skipped - 1))
+
+    def crossings(self, segment: int) -> tuple[Crossing, ...]:
+        """What crosses the cut before a segment, and is not given by the caller."""
+        crossings = super().crossings(segment)
+        if self.travels is None:
+            return crossings
+        return tuple(each for each in crossings if each.anchor in self.travels.get(segment, ()))
+
+    def reach_cut(self) -> tuple[Tensor, ...] | None:
+        """Ends the stage, or begins it, where this is its own cut."""
+        if self.last == self.segment:
+            return tuple(present(value) for _, value in self._computed(self.segment))
+        if self.first == self.segment:
+            self._begin()
+        return None
+
+    def _begin(self) -> None:
+        """The stage's own segments begin: what was received takes the place of what is absent."""
+        expected = self._computed(self.first)
+        if len(expected) != len(self.received):
+            raise _not_found(self.order.calls[self.first], len(self.received), len(expected))
+        for (crossing, absent), value in zip(expected, self.received, strict=True):
+            if not isinstance(absent, Absent):
+                raise _not_found(crossing.anchor, 1, 0)
+            absent.bind(value.clone() if crossing.is_written else value)
+            if crossing.anchor == self.hidden:
+                self._enter_stack(absent)
+        for (module, name), own in self.stages.absent.items():
+            own.value = module._parameters[name]  # where it was handed to this layer
+        self.is_foreign = False
+        self.show_parameters()
+
+    def _enter_stack(self, hidden: Absent) -> None:
+        """The stage begins inside of a stack of layers whose first one, on another stage, has split the sequence."""
+        stack, context = self.stages.split.get(self.first), self.stages.context
+        if stack is not None and context is not None:
+            context.state.open_stack = stack
+            context.state.stack_rows, context.state.lengths[stack] = hidden.meta.shape[:2]
+
+
+class MeasureRun(StageRun):
+    """A forward that computes nothing, for what crosses the cuts.
+
+    Attributes:
+        seen: what crosses each cut, in order.
+        given: of a chain that has not run before, what its layers after cuts are given, by segment.
+    """
+
+    measures = True
+
+    def __init__(self, stages: Stages, *, skipped: int = 0) -> None:
+        self.order, starts = stages.plan.order, stages.plan.starts[1:]
+        wanted = {crossing.anchor for start in starts for crossing in self.crossings(start)}
+        super().__init__(stages, wanted, skipped=skipped, is_foreign=True)
+        self.skipped = skipped
+        self.seen: list[tuple[Travelling, ...]] = [() for start in starts if start < skipped]
+        self.given: dict[int, tuple[Crossing, ...]] = {}
+
+    def reach_cut(self) -> tuple[Tensor, ...] | None:
+        """Notes what crosses the cut; ends at the last one."""
+        crossing = self._computed(self.segment)
+        kept = [pair for pair in crossing if not self.skipped or isinstance(pair[1], Absent)]
+        self.seen.append(tuple(self._travelling(*pair) for pair in kept))
+        return () if self.segment == self.stages.plan.starts[-1] else None
+
+    def _note_arguments(self, arguments: dict[str, Any]) -> None:
+        if self.order.is_chain:
+            absent = [path for path, value in named_tensors(arguments) if isinstance(value, Absent)]
+            self.given[self.segment] = tuple(Crossing(anchor=f"input:{path}") for path in absent)
+        super()._note_arguments(arguments)
+
+    def _travelling(self, crossing: Crossing, value: Tensor) -> Travelling:
+        shape = list(value.shape)
+        context = self.stages.context
+        if context is not None and self.segment in self.stages.split and crossing.anchor == self.hidden:
+            shape[1] = -(-shape[1] // context.tp.size)
+        needs = crossing.needs_gradient and value.dtype.is_floating_point
+        return Travelling(shape=tuple(shape), dtype=value.dtype, needs_gradient=needs, anchor=crossing.anchor)
 
 
 def _not_found(what: str, sent: int, computed: int) -> UnsupportedError:
