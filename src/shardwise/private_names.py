@@ -45,6 +45,7 @@ torch._subclasses.fake_tensor.DynamicOutputShapeException
 torch._subclasses.fake_tensor.FakeTensor
 torch._subclasses.fake_tensor.FakeTensorMode
 torch._subclasses.fake_tensor.unset_fake_temporarily
+torch.autograd.Function:_backward_cls
 torch.autograd.Variable._execution_engine.queue_callback
 torch.distributed.DeviceMesh:_flatten
 torch.distributed.ProcessGroup:_device_types
@@ -86,6 +87,7 @@ torch.distributed.pipelining.schedules._PipelineScheduleRuntime:_prepare_schedul
 torch.distributed.pipelining.schedules._PipelineScheduleRuntime:_step_microbatches
 torch.distributed.pipelining.stage._PipelineStageBase
 torch.distributed.tensor.DTensor:_local_tensor
+torch.distributed.tensor._api._FromTorchTensor
 torch.distributed.tensor._dtensor_spec.DTensorSpec
 torch.distributed.tensor._dtensor_spec.TensorMeta
 torch.distributed.tensor._sharding_prop.ShardingPropagator

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._api import _FromTorchTensor
 
 from shardwise.comm.operations import (
     Group,
@@ -41,6 +42,8 @@ from shardwise.comm.operations import (
 )
 
 __all__ = [
+    "PART_NODES",
+    "REGION_NODES",
     "all_gather_padded",
     "as_dtensor",
     "copy_to_region",
@@ -233,3 +236,14 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient * ctx.factor, None
+
+
+def _nodes_of(*functions: Any) -> tuple[type, ...]:
+    return tuple(function._backward_cls for function in functions)
+
+
+REGION_NODES = _nodes_of(_Copy, _Reduce, _GatherToRegion, _ScatterFromRegion)
+"""Classes of the autograd nodes that the edges of regions make."""
+
+PART_NODES = _nodes_of(_GatherFull, _FromTorchTensor)
+"""Classes of the nodes whose backward gives each rank its part of a gradient: joined parts, and parts as a DTensor."""

@@ -17,18 +17,17 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointFunction
 
-from shardwise.comm.collectives import gather_full, scale_gradient
+from shardwise.comm.collectives import REGION_NODES, gather_full, scale_gradient
 from shardwise.errors import UnsupportedError
 from shardwise.runtime.context import SplitContext
+from shardwise.runtime.node_marks import ends_stack, is_of_head, takes_parts
 from shardwise.runtime.sequence_edges import cut
 
 __all__ = ["install_outputs", "map_fields"]
 
-_TAKEN_APART = ("_GatherFullBackward", "_FromTorchTensorBackward", "_SplitCrossEntropyBackward")
-_COLLECTIVES = ("_CopyBackward", "_ReduceBackward", "_GatherToRegionBackward", "_ScatterFromRegionBackward")
-_OF_HEADS = (*_TAKEN_APART, "_HeadCrossEntropyBackward")
-_HIDING = ("CompiledFunctionBackward", "CheckpointFunctionBackward")
+_CHECKPOINTED = CheckpointFunction._backward_cls
 
 
 def install_outputs(
@@ -139,10 +138,10 @@ def _is_summed(x: Tensor) -> bool | None:
     """Whether the gradient of `x` is summed where a stack ends, and not first taken apart by a head; None where that
     end is hidden in a compiled or checkpointed block.
     """
-    for node in _computed_by(x, _TAKEN_APART):
-        if getattr(node, "ends_stack", False):
+    for node in _computed_by(x, takes_parts):
+        if ends_stack(node):
             return True
-        if type(node).__name__ in _HIDING:
+        if isinstance(node, _CHECKPOINTED) or type(node).__name__ == "CompiledFunctionBackward":
             return None
     return False
 
@@ -153,9 +152,9 @@ def _is_own_loss(loss: Tensor) -> bool:
     Raises:
         UnsupportedError: it holds the loss of a head, too, whose gradient must not be scaled.
     """
-    nodes = list(_computed_by(loss, (*_OF_HEADS, *_COLLECTIVES)))
-    is_own = any(getattr(node, "ends_stack", False) for node in nodes)
-    if is_own and any(type(node).__name__ in _OF_HEADS for node in nodes):
+    nodes = list(_computed_by(loss, lambda node: is_of_head(node) or isinstance(node, REGION_NODES)))
+    is_own = any(map(ends_stack, nodes))
+    if is_own and any(map(is_of_head, nodes)):
         raise UnsupportedError(
             "a loss of the model that adds up those of a split head and of hidden states",
             why="with sequence parallelism the gradients of the two are summed over ranks in different places",
@@ -164,8 +163,8 @@ def _is_own_loss(loss: Tensor) -> bool:
     return is_own
 
 
-def _computed_by(x: Tensor, stops: Collection[str]) -> Iterator[Any]:
-    """The nodes of autograd that `x` comes from, on each path up to one named in `stops`, or that ends a stack."""
+def _computed_by(x: Tensor, stops: Callable[[Any], bool]) -> Iterator[Any]:
+    """The nodes of autograd that `x` comes from, on each path up to one that `stops`, or that ends a stack."""
     seen: set[Any] = set()
     pending = [x.grad_fn]
     while pending:
@@ -174,7 +173,7 @@ def _computed_by(x: Tensor, stops: Collection[str]) -> Iterator[Any]:
             continue
         seen.add(node)
         yield node
-        if type(node).__name__ not in stops and not getattr(node, "ends_stack", False):
+        if not stops(node) and not ends_stack(node):
             pending += [each for each, _ in node.next_functions]
 
 

@@ -21,6 +21,7 @@ from shardwise.runtime.arguments import change_arguments, change_hidden, map_fir
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.forward_state import ends_missing
 from shardwise.runtime.modes import is_in_backward
+from shardwise.runtime.node_marks import mark_stack_end
 
 __all__ = ["cut", "install_full", "install_owner", "install_parts", "install_stack", "own_part", "pad", "sequence_dim"]
 
@@ -134,8 +135,7 @@ def own_part(x: Tensor, context: SplitContext) -> Tensor:
 def _gather_sequence(x: Tensor, length: int, context: SplitContext, *, partial_after: bool) -> Tensor:
     if partial_after:
         full = gather_to_region(x, context.tp.group, dim=1)
-        if not torch.compiler.is_compiling() and full.grad_fn is not None:
-            setattr(full.grad_fn, "ends_stack", True)  # noqa: B010 - for `runtime.outputs`, which looks for it
+        mark_stack_end(full)
     else:
         full = gather_full(x, context.tp.group, dim=1, sizes=(x.shape[1],) * context.tp.size)
     return cut(full, 1, length)
