@@ -161,9 +161,8 @@ class _Forward:
                 raise fault
             return (rows,)
         fields = {name: repr(value) for name, value in also.items()}
-        is_uneven = fault is None and any(
-            find_uneven_targets(self.model, row) for row in split_rows(self.arguments, rows, rows)
-        )
+        single_rows = split_rows(self.arguments, rows, rows) if fault is None and len(self.targets) > 1 else ()
+        is_uneven = any(find_uneven_targets(self.model, row) for row in single_rows)
         numbers = agree_over_data(mesh, fields, fault=fault, numbers=[rows, is_uneven]).wait()
         return tuple(0 if has_uneven else rows for rows, has_uneven in numbers)
 
