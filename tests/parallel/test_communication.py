@@ -113,7 +113,9 @@ def count_hooks(mesh):
     batch = tiny_batch(model, rows=1, length=8)
     model = shardwise.parallelize(model, mesh)
     step = shardwise.TrainStep(model, mesh)
-    step(batch)
+    for is_training in (True, False, True):  # each mode is watched once
+        model.train(is_training)
+        step(batch)
     return sum(len(each._forward_pre_hooks) + len(each._forward_hooks) for each in model.modules())
 
 

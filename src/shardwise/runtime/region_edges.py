@@ -314,7 +314,7 @@ class _EndCheck:
             return None
         module.__dict__[_CALL] = call
         if self not in module._forward_hooks.values():
-            module.register_forward_hook(self, prepend=True)
+            nn.Module.register_forward_hook(module, self, prepend=True)  # the module's own may refuse hooks
         return []
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
