@@ -49,6 +49,7 @@ __all__ = [
     "copy_to_region",
     "gather_full",
     "gather_to_region",
+    "nodes_of",
     "reduce_from_region",
     "scale_gradient",
     "scatter_from_region",
@@ -238,12 +239,13 @@ class _ScaleGradient(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
-def _nodes_of(*functions: Any) -> tuple[type, ...]:
+def nodes_of(*functions: Any) -> tuple[type, ...]:
+    """Classes of the autograd nodes that functions make."""
     return tuple(function._backward_cls for function in functions)
 
 
-REGION_NODES = _nodes_of(_Copy, _Reduce, _GatherToRegion, _ScatterFromRegion)
+REGION_NODES = nodes_of(_Copy, _Reduce, _GatherToRegion, _ScatterFromRegion)
 """Classes of the autograd nodes that the edges of regions make."""
 
-PART_NODES = _nodes_of(_GatherFull, _FromTorchTensor)
+PART_NODES = nodes_of(_GatherFull, _FromTorchTensor)
 """Classes of the nodes whose backward gives each rank its part of a gradient: joined parts, and parts as a DTensor."""

@@ -17,7 +17,7 @@ _STACK_END, _HEAD = "shardwise.stack_end", "shardwise.head"
 def mark_stack_end(x: Tensor) -> None:
     """Marks the node of what leaves a stack of layers, in which gradients are summed over tp."""
     if x.grad_fn is not None and not torch.compiler.is_compiling():
-        x.grad_fn.metadata[_STACK_END] = True
+        _metadata(x)[_STACK_END] = True
 
 
 def mark_loss(loss: Tensor, *, takes_parts: bool) -> None:
@@ -27,7 +27,12 @@ def mark_loss(loss: Tensor, *, takes_parts: bool) -> None:
         takes_parts: whether it is given logits, whose gradient it takes apart.
     """
     if loss.grad_fn is not None and not torch.compiler.is_compiling():
-        loss.grad_fn.metadata[_HEAD] = takes_parts
+        _metadata(loss)[_HEAD] = takes_parts
+
+
+def _metadata(x: Tensor) -> Any:
+    node: Any = x.grad_fn
+    return node.metadata
 
 
 def ends_stack(node: Any) -> bool:

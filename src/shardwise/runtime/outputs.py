@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointFunction
 
-from shardwise.comm.collectives import REGION_NODES, gather_full, scale_gradient
+from shardwise.comm.collectives import REGION_NODES, gather_full, nodes_of, scale_gradient
 from shardwise.errors import UnsupportedError
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.node_marks import ends_stack, is_of_head, takes_parts
@@ -27,7 +27,7 @@ from shardwise.runtime.sequence_edges import cut
 
 __all__ = ["install_outputs", "map_fields"]
 
-_CHECKPOINTED = CheckpointFunction._backward_cls
+_CHECKPOINTED = nodes_of(CheckpointFunction)
 
 
 def install_outputs(

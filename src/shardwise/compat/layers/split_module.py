@@ -37,6 +37,7 @@ from shardwise.parameters.registry import (
     mark,
 )
 from shardwise.plan.decision import SplitPlan
+from shardwise.runtime.axis import Axis
 from shardwise.runtime.context import SplitContext
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Replicate, Split, equal_sections
@@ -182,15 +183,15 @@ def running_alone(model: nn.Module, mesh: Mesh) -> Iterator[None]:
     nobody: as if the other ranks held what this one holds. For shapes, and for comparisons with itself.
     """
     contexts = {id(module._split): module._split for module in model.modules() if isinstance(module, SplitModule)}
-    groups = {key: context.tp.group for key, context in contexts.items()}
+    axes = {key: context.tp for key, context in contexts.items()}
     with mesh.represented(lambda group: LoneGroup(group.rank(), group.size())):
         try:
             for context in contexts.values():
-                context.tp.group = mesh.group("tp")
+                context.tp = Axis.of(mesh, "tp")
             yield
         finally:
             for key, context in contexts.items():
-                context.tp.group = groups[key]
+                context.tp = axes[key]
 
 
 def layout_of(shape: Sequence[int], split: Split | None, mesh: Mesh, *, data_axes: bool = True) -> Layout:
