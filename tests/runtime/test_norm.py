@@ -8,6 +8,7 @@ from torch import nn
 
 from shardwise.comm.simulated import run_ranks
 from shardwise.errors import UnsupportedError
+from shardwise.runtime.axis import Axis
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.norm import SplitNorm, recognise_norm
@@ -43,7 +44,7 @@ def test_split_norms_compute_and_learn_as_the_unsplit_one_does_also_far_from_zer
         module = norm_class(len(mine), eps=1e-5)
         for name, parameter in whole.named_parameters():
             module.register_parameter(name, nn.Parameter(parameter.detach()[mine].clone()))
-        context = SplitContext(group=group, size=len(sizes), coord=group.rank())
+        context = SplitContext(tp=Axis("tp", group=group, size=len(sizes), coord=group.rank()))
         apply_mixin(module, SplitNorm, _split=context, _sizes=sizes, _formula=recognise_norm(whole))
         x_local = x.detach()[..., mine].requires_grad_()
         out = module(x_local)
