@@ -107,7 +107,8 @@ def drop_unreduced(root: nn.Module) -> None:
         for group in _groups(unit):
             group._partial_reduce_output = None
     for fsdp_param in _fsdp_params(root):
-        fsdp_param.unsharded_accumulated_grad = None
+        if not isinstance(getattr(type(fsdp_param), "unsharded_accumulated_grad", None), property):
+            fsdp_param.unsharded_accumulated_grad = None  # torch 2.15 keeps it in the gathered parameter
         if (parameter := _gathered(fsdp_param)) is not None:
             parameter.grad = None
 
