@@ -144,9 +144,14 @@ def load_checkpoint(
     Communicates: a few gathers of small objects over all ranks.
     """
     if model is None and optimizer is not None:
-        target = LoadTarget(
-            model=model_under(optimizer), optimizer=optimizer, scheduler=scheduler, strict=strict, fills_model=False
-        )
+        trained = model_under(optimizer)
+        if trained is None:
+            raise ConfigError(
+                "an optimizer without its model",
+                why="its state is stored by the model's names, and its parameters belong to no split model",
+                fix="pass model=, or an optimizer over the parameters of a split model",
+            )
+        target = LoadTarget(model=trained, optimizer=optimizer, scheduler=scheduler, strict=strict, fills_model=False)
     else:
         target = LoadTarget(model=model, optimizer=optimizer, scheduler=scheduler, strict=strict)
     mesh = registry_of(_module(target.model)).mesh if target.model is not None else None
