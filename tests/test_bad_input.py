@@ -62,7 +62,7 @@ EXPECTED = {
     "rule without match": (PlanError, "model.layers.*.mlp.upproj", "did you mean", "up_proj"),
     "style": (PlanError, "unknown style 'colwize' (did you mean 'colwise'?)", "rowwise"),
     "pattern": (PlanError, "cannot read the pattern 'model..up_proj'"),
-    "tied apart": (PlanError, "lm_head.weight and model.embed_tokens.weight are one tied parameter", "replicate both"),
+    "tied apart": (PlanError, "lm_head.weight and model.embed_tokens.weight are one tied parameter", "leave them out"),
     "split twice": (PlanError, "LlamaForCausalLM is split already", "split a model once"),
     "not split, state": (LayoutError, "LlamaForCausalLM is not a model that Shardwise has split", "parallelize"),
     "not split, step": (LayoutError, "LlamaForCausalLM is not a model that Shardwise has split", "parallelize"),

@@ -72,7 +72,7 @@ def test_a_checkpoint_is_told_and_verified(tmp_path, capsys):
         training.save(tmp_path, extra={"step": step})
     assert main(["inspect", str(tmp_path), "--tag", "step-1", "--verify", "--tensors"]) == 0
     told = capsys.readouterr().out
-    for words in ("step-2 ", "a LlamaForCausalLM, saved by tp1", "torch.optim.adamw.AdamW", "everything is as it was"):
+    for words in ("step-2 ", "a LlamaForCausalLM, saved by tp1", "torch.optim.adamw.AdamW", "all checksums match"):
         assert words in told
     assert "optimizer/model.norm.weight/exp_avg  [64] float32, 1 part\n" in told
     for name in ("rank-00000.safetensors", "config.json"):
