@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from shardwise.versions import __version__ as __version__
 from shardwise.versions import warn_if_untested
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from shardwise.plan.spec import Plan as Plan
     from shardwise.topology.shape import MeshShape as MeshShape
     from shardwise.train.step import TrainStep as TrainStep
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "Compile": "plan.options",

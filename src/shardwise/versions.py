@@ -1,4 +1,4 @@
-"""The versions of torch and transformers that Shardwise supports."""
+"""The version of Shardwise, and the versions of torch and transformers that it supports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import warnings
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-__all__ = ["SUPPORTED", "Support", "installed", "release_of", "warn_if_untested"]
+__all__ = ["SUPPORTED", "Support", "__version__", "installed", "release_of", "warn_if_untested"]
+
+__version__ = "0.1.0"
 
 
 @dataclass(frozen=True, kw_only=True)

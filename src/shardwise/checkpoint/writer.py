@@ -20,7 +20,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,6 +51,7 @@ from shardwise.parameters.replicas import check_replicas
 from shardwise.sharding.boxes import Box, full_box, volume
 from shardwise.sharding.division import Division, divide_boxes
 from shardwise.sharding.layout import Layout
+from shardwise.versions import __version__
 from shardwise.weights.staging import StagedDirectory, atomic_file
 from shardwise.weights.tensor_file import TensorFileWriter
 
@@ -200,7 +200,7 @@ def _as_json(config: Any) -> bytes:
 @functools.cache
 def _versions() -> dict[str, str]:
     return {
-        "shardwise": version("shardwise"),
+        "shardwise": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
