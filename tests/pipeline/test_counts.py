@@ -31,7 +31,7 @@ class Watch:
 
     def __call__(self, module, args):
         self.runs += 1
-        held = sum(len(each.fwd_cache) + len(each._later) for each in self.runner.kept_stages())
+        held = sum(len(each._forwards) + len(each._later) for each in self.runner.kept_stages())
         self.most = max(self.most, held + 1)
 
 
