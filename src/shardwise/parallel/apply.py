@@ -1,6 +1,10 @@
-"""The one order in which a model becomes split: every way to a split model ends in `apply_plan`."""
+"""The one order in which a model becomes split: first all checks, then all edits."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -29,7 +33,52 @@ from shardwise.runtime.wrapping import check_unwrapped
 from shardwise.topology.axes import UNSERVED_AXES
 from shardwise.topology.shape import MeshShape
 
-__all__ = ["apply_plan", "check_axes", "check_unsplit"]
+__all__ = ["EDITS", "Edit", "Job", "apply_edits", "apply_plan", "check_axes", "check_unsplit"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A model that is being split.
+
+    Attributes:
+        spec: what was asked for; its plan has gone into the registry's.
+        dtype: what floating-point parameters are converted to; their own where None.
+    """
+
+    model: nn.Module
+    registry: Registry
+    spec: ParallelSpec
+    dtype: torch.dtype | None = None
+
+    @functools.cached_property
+    def recomputed(self) -> tuple[str, ...]:
+        """The names of the modules that are recomputed, found while the model is unsplit.
+
+        Raises:
+            ConfigError: `spec.recompute` names what the model does not have.
+        """
+        return find_recomputed(self.model, self.registry.plan.stacks, self.spec.recompute)
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """What modules compute in; the dtype of their parameters where None."""
+        precision = self.spec.precision
+        return getattr(torch, precision.compute) if precision is not None else self.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edit:
+    """One step in which a model becomes split.
+
+    Attributes:
+        check: raises where the step cannot be done; runs before any step is.
+        is_needed: for this model and layout.
+    """
+
+    name: str
+    apply: Callable[[Job], object]
+    check: Callable[[Job], object] = lambda job: None
+    is_needed: Callable[[Job], bool] = lambda job: True
 
 
 def apply_plan(
@@ -37,54 +86,114 @@ def apply_plan(
 ) -> Registry:
     """Splits `model` (real, meta or fake) over `mesh` in place; parameter names stay. Communicates nothing.
 
-    Foreign stages are released first. Then, from the inside out: tensor and sequence parallelism change modules,
-    recomputation and compilation wrap blocks, and FSDP2 comes last, because it gathers a unit before anything in it
-    runs, or runs again.
-
     Args:
         plan: resolved for this model and this mesh, the same on every rank.
         spec: what was asked for; its plan has gone into `plan`.
         dtype: what floating-point parameters are converted to before FSDP2 takes them; their own where None.
 
     Raises:
-        ConfigError: an option names what the model does not have.
-        UnsupportedError: it asks for what this torch or device does not have.
+        ConfigError: an option names what the model does not have. The model is as it was.
+        UnsupportedError: an option asks for what this torch or device does not have. The model is as it was.
     """
     context = SplitContext.of(mesh, has_dropout=has_dropout(model))
-    # First all checks, then all edits: a model that cannot be split stays as it is.
-    check_compilation(spec.compilation, context)
-    check_data_parallelism(model, spec.fsdp, mesh)
-    check_tensor_parallelism(model, plan)
-    recomputed = find_recomputed(model, plan.stacks, spec.recompute)
     registry = Registry(mesh=mesh, plan=plan, context=context, tied=plan.tied)
-    note_parameters(model, registry)
-    apply_stages(model, registry)
-    head = output_head(find_model(model))
-    split_parameters(model, registry)
-    if plan.tp_size > 1:
-        apply_tensor_parallelism(model, registry)
-        apply_sequence_parallelism(model, registry)
-    # FSDP2 keeps the head gathered until its backward, but not in pipelines, nor in units that were asked for.
-    if mesh.size("fsdp") == 1 or (plan.pipeline is None and spec.fsdp.units is None):
-        apply_deferral(head, context, _most_classes(head, context))
-    apply_adapters(model, registry)
-    attach_registry(model, registry)
-    guard_state_dict(model, registry)
-    model.register_forward_pre_hook(lambda module, _: context.begin_forward(module), prepend=True)
-    model.register_forward_hook(lambda module, *_: context.end_forward(module), always_call=True)
-    if dtype is not None:
-        model.to(dtype)
-    devices = {value.device for value in (*model.parameters(), *model.buffers())} - {mesh.device}
-    if devices and torch.device("meta") not in devices:
-        model.to(mesh.device)
-    apply_precision(model, registry, spec.precision)
-    apply_recomputation(model, registry, spec.recompute, recomputed)
-    apply_compilation(model, registry, spec.compilation, budget=spec.recompute.budget)
-    train_without_cache(model, recomputes=spec.recompute.mode != "none")
-    apply_data_parallelism(model, registry, spec.fsdp)
-    compute_dtype = getattr(torch, spec.precision.compute) if spec.precision is not None else dtype
-    fit_absent(registry, compute_dtype=compute_dtype)
+    apply_edits(Job(model=model, registry=registry, spec=spec, dtype=dtype), EDITS)
     return registry
+
+
+def apply_edits(job: Job, edits: Iterable[Edit]) -> None:
+    """Runs all checks, then all edits. Communicates nothing."""
+    needed = [edit for edit in edits if edit.is_needed(job)]
+    for edit in needed:
+        edit.check(job)
+    for edit in needed:
+        edit.apply(job)
+
+
+def _is_split_over_tp(job: Job) -> bool:
+    return job.registry.plan.tp_size > 1
+
+
+def _apply_deferral(job: Job) -> None:
+    head, context = output_head(find_model(job.model)), job.registry.context
+    apply_deferral(head, context, _most_classes(head, context))
+
+
+def _may_defer_logits(job: Job) -> bool:
+    """FSDP2 keeps the head gathered until its backward, but not in pipelines, nor in units that were asked for."""
+    is_plain = job.registry.plan.pipeline is None and job.spec.fsdp.units is None
+    return is_plain or job.registry.mesh.size("fsdp") == 1
+
+
+def _note_forwards(job: Job) -> None:
+    context = job.registry.context
+    job.model.register_forward_pre_hook(lambda module, _: context.begin_forward(module), prepend=True)
+    job.model.register_forward_hook(lambda module, *_: context.end_forward(module), always_call=True)
+
+
+def _convert(job: Job) -> None:
+    if job.dtype is not None:
+        job.model.to(job.dtype)
+
+
+def _move(job: Job) -> None:
+    """Moves the model to its device; what is loaded lazily has nothing to move yet."""
+    if not any(value.is_meta for value in (*job.model.parameters(), *job.model.buffers())):
+        job.model.to(job.registry.mesh.device)
+
+
+EDITS = (
+    # What other stages hold goes first, so that nothing is done to it.
+    Edit(name="names", apply=lambda job: note_parameters(job.model, job.registry)),
+    Edit(name="stages", apply=lambda job: apply_stages(job.model, job.registry)),
+    # Then from the inside out. Modules change by the shapes of the parameters that they have by then.
+    Edit(name="parameters", apply=lambda job: split_parameters(job.model, job.registry)),
+    Edit(
+        name="tensor",
+        check=lambda job: check_tensor_parallelism(job.model, job.registry.plan),
+        apply=lambda job: apply_tensor_parallelism(job.model, job.registry),
+        is_needed=_is_split_over_tp,
+    ),
+    Edit(
+        name="sequence",
+        apply=lambda job: apply_sequence_parallelism(job.model, job.registry),
+        is_needed=_is_split_over_tp,
+    ),
+    Edit(name="deferred logits", apply=_apply_deferral, is_needed=_may_defer_logits),
+    Edit(name="adapters", apply=lambda job: apply_adapters(job.model, job.registry)),
+    Edit(name="registry", apply=lambda job: attach_registry(job.model, job.registry)),
+    Edit(name="state dicts", apply=lambda job: guard_state_dict(job.model, job.registry)),
+    Edit(name="forwards", apply=_note_forwards),
+    # FSDP2 takes parameters as they are: of this dtype, on this device.
+    Edit(name="dtype", apply=_convert),
+    Edit(name="device", apply=_move),
+    Edit(name="precision", apply=lambda job: apply_precision(job.model, job.registry, job.spec.precision)),
+    # These wrap blocks, with all that tensor parallelism does in them.
+    Edit(
+        name="recomputation",
+        check=lambda job: job.recomputed,
+        apply=lambda job: apply_recomputation(job.model, job.registry, job.spec.recompute, job.recomputed),
+    ),
+    Edit(
+        name="compilation",
+        check=lambda job: check_compilation(job.spec.compilation, job.registry.context),
+        apply=lambda job: apply_compilation(
+            job.model, job.registry, job.spec.compilation, budget=job.spec.recompute.budget
+        ),
+    ),
+    Edit(
+        name="caches",
+        apply=lambda job: train_without_cache(job.model, recomputes=job.spec.recompute.mode != "none"),
+    ),
+    # FSDP2 gathers a unit before anything in it runs, or runs again.
+    Edit(
+        name="data",
+        check=lambda job: check_data_parallelism(job.model, job.spec.fsdp, job.registry.mesh),
+        apply=lambda job: apply_data_parallelism(job.model, job.registry, job.spec.fsdp),
+    ),
+    Edit(name="absent", apply=lambda job: fit_absent(job.registry, compute_dtype=job.compute_dtype)),
+)
+"""Every step from a model to a split one, in the order in which they are done."""
 
 
 def _most_classes(head: nn.Module | None, context: SplitContext) -> int | None:

@@ -27,27 +27,22 @@ from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.estimate.cuts import cut
 from shardwise.lora.wrapper import guard_wrapper
 from shardwise.mesh import Mesh
-from shardwise.parallel.apply import check_unsplit
+from shardwise.parallel.apply import EDITS, Job, apply_edits, check_unsplit
 from shardwise.parallel.facts import read_facts
-from shardwise.parallel.fsdp import apply_data_parallelism, check_data_parallelism
 from shardwise.parallel.materialize import put_tensor
-from shardwise.parallel.recompute import apply_recomputation, find_recomputed
-from shardwise.parallel.stages import apply_stages, fit_absent
 from shardwise.parallel.starting_values import allocate_meta, initialize_meta
 from shardwise.parameters.canonical import local_tensor
 from shardwise.parameters.registry import (
     Registry,
-    attach_registry,
     find_parameters,
     is_split,
     local_part,
-    note_parameters,
     registry_of,
 )
 from shardwise.parameters.replicas import balance_of, find_unequal_replicas
 from shardwise.plan.data_axes import with_data_axes
 from shardwise.plan.decision import ParameterPlan, SplitPlan
-from shardwise.plan.options import FsdpPolicy, Pipeline, Recompute
+from shardwise.plan.options import FsdpPolicy, ParallelSpec, Pipeline, Recompute
 from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.rule import ParameterRule
 from shardwise.plan.structure import fqn_of
@@ -57,6 +52,9 @@ from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Held
 
 __all__ = ["adopt_model", "build_in_turns", "split_rewritten"]
+
+_EDITS_BY_HAND = frozenset({"names", "stages", "registry", "device", "recomputation", "data", "absent"})
+"""The steps of a model whose modules divide themselves."""
 
 
 def build_in_turns(
@@ -153,19 +151,11 @@ def adopt_model(
     plan = replace(_plan(model, mesh, policy, is_cut=stages is not None), stacks=facts.stacks)
     if policy is not None:
         plan = with_data_axes(plan, facts, mesh.shape, stages)
-    check_data_parallelism(model, policy or FsdpPolicy(), mesh)
-    recompute = recompute or Recompute()
-    recomputed = find_recomputed(model, plan.stacks, recompute)
     registry = Registry(mesh=mesh, plan=plan, context=SplitContext.of(mesh), tied=plan.tied, local_state=True)
-    note_parameters(model, registry)
-    apply_stages(model, registry)
-    attach_registry(model, registry)
-    if not any(value.is_meta for value in model.parameters()):  # what is loaded lazily has nothing to move yet
-        model.to(mesh.device)
-    apply_recomputation(model, registry, recompute, recomputed)
-    if policy is not None:
-        apply_data_parallelism(model, registry, policy)
-    fit_absent(registry, compute_dtype=None)
+    spec = ParallelSpec(recompute=recompute or Recompute(), fsdp=policy or FsdpPolicy())
+    skipped = {"data"} if policy is None else set()
+    edits = [edit for edit in EDITS if edit.name in _EDITS_BY_HAND - skipped]
+    apply_edits(Job(model=model, registry=registry, spec=spec), edits)
     complete_split(model, registry)
     guard_wrapper(given, registry)
     for module in model.modules():
