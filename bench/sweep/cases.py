@@ -24,8 +24,8 @@ from shardwise.ranks.spawn import spawn
 from shardwise.runtime.modes import has_dropout
 from shardwise.search.planning import plan_for
 from shardwise.sharding.placement import Split
-from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, shrink_config
-from shardwise.tiny.objective import objective_of
+from shardwise.tiny.models import build_tiny_model, make_batch, set_runnable_mode, shrink_config
+from shardwise.tiny.objective import loss_or_surrogate
 from shardwise.topology.shape import MeshShape
 from sweep.checkpoints import reload_elsewhere
 from sweep.every_cut import prove_every_cut
@@ -127,8 +127,8 @@ def _tiny_config(case: Case) -> tuple[Any, bool]:
         config._attn_implementation = case.variant.attention
     tiny = build_tiny_model(config, model_class(case.class_name), seed=0)
     batch = make_batch(tiny, seed=0)
-    choose_mode(tiny, batch)
-    objective_of(tiny(**batch)).backward()
+    set_runnable_mode(tiny, batch)
+    loss_or_surrogate(tiny(**batch)).backward()
     return config, has_dropout(default)
 
 

@@ -13,8 +13,8 @@ from shardwise.mesh import Mesh
 from shardwise.parameters.canonical import canonical_tensors
 from shardwise.parameters.registry import find_parameters
 from shardwise.ranks.spawn import spawn
-from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch
-from shardwise.tiny.objective import objective_of
+from shardwise.tiny.models import build_tiny_model, make_batch, set_runnable_mode
+from shardwise.tiny.objective import loss_or_surrogate
 from shardwise.topology.shape import MeshShape
 
 __all__ = ["LOADED_AT", "reload_elsewhere"]
@@ -60,11 +60,11 @@ def _save(model_class: Any, config: Any, layout: str, directory: str) -> dict[st
     with Mesh.open(layout) as mesh:
         model = build_tiny_model(config, model_class, seed=0)
         batch = make_batch(model, seed=0)
-        choose_mode(model, batch)
+        set_runnable_mode(model, batch)
         shardwise.parallelize(model, mesh)
         optimizer = shardwise.build_optimizer(model, torch.optim.AdamW, lr=1e-3)
         for _ in range(_NUM_STEPS):
-            objective_of(model(**batch)).backward()
+            loss_or_surrogate(model(**batch)).backward()
             optimizer.step()
             optimizer.zero_grad()
         shardwise.save_checkpoint(directory, model=model, optimizer=optimizer, extra={"step": _NUM_STEPS})

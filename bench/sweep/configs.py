@@ -16,8 +16,8 @@ from transformers import PreTrainedConfig
 from shardwise.tiny import families as rules
 from shardwise.tiny.fields import fields_of, layer_overrides, read_field, sub_configs
 from shardwise.tiny.layer_patterns import shrink_layer_lists
-from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, shrink_config
-from shardwise.tiny.objective import objective_of
+from shardwise.tiny.models import build_tiny_model, make_batch, set_runnable_mode, shrink_config
+from shardwise.tiny.objective import loss_or_surrogate
 from sweep.known import default_config, model_class
 
 __all__ = ["random_config"]
@@ -59,8 +59,8 @@ def _trains(config: PreTrainedConfig, class_name: str) -> bool:
                 validate()
         model = build_tiny_model(config, model_class(class_name), seed=0)
         batch = make_batch(model, seed=0)
-        choose_mode(model, batch)
-        loss = objective_of(model(**batch))
+        set_runnable_mode(model, batch)
+        loss = loss_or_surrogate(model(**batch))
         loss.backward()
     except Exception:  # noqa: BLE001 - that is what illegal means
         return False

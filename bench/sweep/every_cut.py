@@ -10,8 +10,8 @@ from torch import Tensor
 from shardwise.probe.layer_order import find_layer_order
 from shardwise.probe.staged import train_in_stages
 from shardwise.proof.rounding import Tolerance
-from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, shrink_config
-from shardwise.tiny.objective import copied, objective_of
+from shardwise.tiny.models import build_tiny_model, make_batch, set_runnable_mode, shrink_config
+from shardwise.tiny.objective import clone_batch, loss_or_surrogate
 from sweep.known import default_config, model_class
 from sweep.stages import gradients_of, stages_of
 
@@ -32,17 +32,17 @@ def prove_every_cut(model_type: str, task: str, class_name: str) -> dict[str, ob
     config = shrink_config(default_config(model_type, task=task), num_layers=_NUM_LAYERS, without_dropout=True)
     tiny = build_tiny_model(config, model_class(class_name), seed=0)
     batch = make_batch(tiny, seed=0)
-    choose_mode(tiny, batch)
+    set_runnable_mode(tiny, batch)
     start = time.perf_counter()
     order = find_layer_order(tiny)
     seconds = time.perf_counter() - start
     whole = copy.deepcopy(tiny)
     stages = stages_of(tiny, order)
     output, sent = train_in_stages(stages, batch)
-    expected = whole(**copied(batch))
-    objective_of(expected).backward()
+    expected = whole(**clone_batch(batch))
+    loss_or_surrogate(expected).backward()
     allowed = Tolerance()
-    found = [_off("loss", objective_of(output), objective_of(expected), allowed.loss)]
+    found = [_off("loss", loss_or_surrogate(output), loss_or_surrogate(expected), allowed.loss)]
     for name, value in expected.items():
         if isinstance(value, Tensor) and "logits" in name:
             found.append(_off(name, output[name], value, allowed.logits))

@@ -23,7 +23,7 @@ from shardwise.parallel.facts import read_facts
 from shardwise.plan.options import ParallelSpec
 from shardwise.ranks.spawn import spawn
 from shardwise.search.planning import plan_for
-from shardwise.tiny.objective import objective_of
+from shardwise.tiny.objective import loss_or_surrogate
 from shardwise.tiny.simulate import SimulatedMesh
 from shardwise.topology.shape import MeshShape
 from tests.families import FULL_PRODUCT, tiny_batch, tiny_model
@@ -139,7 +139,7 @@ def train(mesh, count, model, rules, sequence_parallel):
     decided = decide_split(rules, model, read_facts(model), mesh.shape, spec)
     tracked = track_gradients(model, apply_plan(model, mesh, decided, spec))
     start = count()
-    loss = objective_of(model(**tiny_batch(model)))
+    loss = loss_or_surrogate(model(**tiny_batch(model)))
     with tracked.together():
         loss.backward()
         num_collectives = count() - start

@@ -30,7 +30,7 @@ from shardwise.compat.warned import CompatWarning, warn_once
 from shardwise.errors import ConfigError, LoadError, ShardwiseError, UnsupportedError
 from shardwise.parameters.replicas import check_replicas
 from shardwise.plan.options import ParallelSpec
-from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, shrink_config
+from shardwise.tiny.models import build_tiny_model, make_batch, set_runnable_mode, shrink_config
 from shardwise.topology.shape import MeshShape
 from tests.families import FULL_PRODUCT, tiny_batch, tiny_model
 from tests.oracle import LOSS, differing, differing_gradients
@@ -494,7 +494,7 @@ def unnamed(mesh, task, family, tp):
     config = shrink_config(transformers.AutoConfig.for_model(family), without_dropout=True)
     whole = build_tiny_model(config, AUTO[task], seed=0)
     batch = make_batch(whole, seed=0)
-    choose_mode(whole, batch)
+    set_runnable_mode(whole, batch)
     parallel_state.initialize_model_parallel(tp, 2 // tp)
     problems = problems_of(whole, lambda: parallelized(whole), batch=batch)
     parallel_state.destroy_model_parallel()

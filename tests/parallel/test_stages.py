@@ -24,7 +24,7 @@ from shardwise.probe.staged import train_in_stages
 from shardwise.search.planning import plan_for
 from shardwise.stages.absent import Absent
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
-from shardwise.tiny.objective import copied
+from shardwise.tiny.objective import clone_batch
 from shardwise.topology.shape import MeshShape
 from tests.families import tiny_batch, tiny_model
 from tests.staged import StageMesh, split_and_train
@@ -279,7 +279,7 @@ def test_what_all_layers_use_is_dropped_by_one_stage(name):
     assert order.shares_dropped
     whole = copy.deepcopy(model)
     torch.manual_seed(0)
-    expected = whole(**copied(batch))
+    expected = whole(**clone_batch(batch))
     expected.loss.backward()
     stages = stages_of(model, order)
     torch.manual_seed(0)

@@ -21,7 +21,7 @@ from shardwise.plan.options import ParallelSpec
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan
 from shardwise.plan.spec import Plan
 from shardwise.probe.trial import Trial
-from shardwise.proof.draws import Draws, Redraws, problems_of
+from shardwise.proof.draws import RecordRandom, ReplayRandom, mismatches
 from shardwise.proof.parity import measure, measure_in_training
 from shardwise.proof.report import Report
 from shardwise.ranks.spawn import spawn
@@ -191,14 +191,14 @@ def test_a_tiny_model_that_cannot_be_trained_runs_as_it_is_or_not_at_all():
 def redrawn(*ranks, shape):
     """What the full model draws where the ranks drew so, and what is wrong."""
     state = torch.get_rng_state()
-    redraws = Redraws([[each] for each in ranks], [state] * len(ranks))
+    redraws = ReplayRandom([[each] for each in ranks], [state] * len(ranks))
     with redraws:
         return torch.empty(shape).bernoulli_(0.5), redraws.problems + redraws.unequal
 
 
 @pytest.mark.single
 def test_masks_of_parts_are_joined_and_the_others_must_be_equal():
-    with Draws() as draws:
+    with RecordRandom() as draws:
         F.dropout(torch.ones(2, 12, 4), 0.5)
     (mask,) = draws.values
     assert torch.equal(redrawn(mask, mask, shape=(2, 12, 4))[0], mask)
@@ -228,8 +228,8 @@ def test_masks_that_differ_are_wrong_where_anything_depends_on_them(factor):
             loss = (weight * (1 + factor * torch.empty(4).bernoulli_(0.5))).sum()
         return {"loss": loss.detach(), "weight": torch.autograd.grad(loss, weight)[0]}
 
-    given = [Redraws([[mask] for mask in masks], [state] * 2)]
-    problems = problems_of(given, train(given), train)
+    given = [ReplayRandom([[mask] for mask in masks], [state] * 2)]
+    problems = mismatches(given, train(given), train)
     assert [each.split(": ")[1] for each in problems] == ["ranks draw differently for what they compute alike"] * bool(
         factor
     )
@@ -238,9 +238,9 @@ def test_masks_that_differ_are_wrong_where_anything_depends_on_them(factor):
 @pytest.mark.single
 def test_ranks_draw_equally_often_and_end_at_the_same_place():
     state, other = torch.get_rng_state(), torch.Generator().manual_seed(1).get_state()
-    assert "draw 1 and 0 times" in Redraws([[state], []], [state, state]).problems[0]
-    assert "different places" in Redraws([[], []], [state, other]).problems[0]
-    redraws = Redraws([[], []], [state, state])
+    assert "draw 1 and 0 times" in ReplayRandom([[state], []], [state, state]).problems[0]
+    assert "different places" in ReplayRandom([[], []], [state, other]).problems[0]
+    redraws = ReplayRandom([[], []], [state, state])
     with redraws:
         torch.rand(3)
     assert "draws more often" in redraws.problems[0]
@@ -412,7 +412,7 @@ def test_what_is_drawn_in_code_of_other_stages_is_not_recorded():
     order = LayerOrder(calls=("0", "1"), uses={}, crossings=((),))
     plan = PipelinePlan(order=order, schedule="1f1b", starts=(0, 1), rank_of=(0, 1))
     stages = Stages(own=(1,), model=nn.Linear(1, 1), plan=plan)
-    with Draws(stages) as draws:
+    with RecordRandom(stages) as draws:
         for is_foreign, times in ((True, 1), (False, 2), (False, 0), (False, 1)):
             stages.current = ComputeRun(stages, first=int(is_foreign), last=None, received=())
             torch.zeros(2)

@@ -21,7 +21,7 @@ from shardwise.plan.spec import Plan
 from shardwise.probe.trial import Trial
 from shardwise.runtime.forward_state import Entered
 from shardwise.search.deriving import derive_plan
-from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, shrink_config
+from shardwise.tiny.models import build_tiny_model, make_batch, set_runnable_mode, shrink_config
 from shardwise.tiny.simulate import SimulatedMesh
 from tests.families import FULL_PRODUCT
 
@@ -34,7 +34,7 @@ def derived(model_type, name, task="causal_lm", *, sequence_parallel=False):
     config = shrink_config(default_config(model_type, task=task), without_dropout=True)
     tiny = build_tiny_model(config, model_class(name), seed=0)
     batch = make_batch(tiny, seed=0)
-    choose_mode(tiny, batch)
+    set_runnable_mode(tiny, batch)
     facts = read_facts(tiny)
     declared = vocabulary_plan(facts) | declared_plan(tiny, facts)
     return tiny, batch, derive_plan(tiny, declared, tp_size=2, sequence_parallel=sequence_parallel).plan

@@ -16,7 +16,7 @@ from shardwise.errors import BatchError
 from shardwise.plan.options import FsdpPolicy, Recompute
 from shardwise.proof.parity import measure
 from shardwise.ranks.spawn import spawn
-from shardwise.tiny.objective import objective_of
+from shardwise.tiny.objective import loss_or_surrogate
 from tests.families import FULL_PRODUCT, num_steps, rows_of, tiny_batch, tiny_model
 
 pytestmark = pytest.mark.spawn
@@ -76,7 +76,7 @@ def loss_of_parts(model, batch, *, num_parts):
     rows = ROWS // num_parts
     parts = [{name: value[at : at + rows] for name, value in batch.items()} for at in range(0, ROWS, rows)]
     counts = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
-    losses = [objective_of(model(**part)) * count / sum(counts) for part, count in zip(parts, counts, strict=True)]
+    losses = [loss_or_surrogate(model(**part)) * count / sum(counts) for part, count in zip(parts, counts, strict=True)]
     return torch.stack(losses).sum()
 
 

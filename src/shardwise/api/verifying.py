@@ -29,7 +29,7 @@ from shardwise.parallel.facts import read_facts
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.structure import outermost_layers
 from shardwise.probe.label_use import find_label_use
-from shardwise.proof.draws import Redraws
+from shardwise.proof.draws import ReplayRandom
 from shardwise.proof.parity import Measurement, measure, measure_in_training, measure_narrow
 from shardwise.proof.report import Report
 from shardwise.proof.rounding import Tolerance
@@ -37,8 +37,8 @@ from shardwise.ranks.spawn import spawn
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.modes import has_dropout
 from shardwise.tiny.inputs import Padding, add_media, missing_media
-from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, shrink_config
-from shardwise.tiny.objective import has_loss, objective_of
+from shardwise.tiny.models import build_tiny_model, make_batch, set_runnable_mode, shrink_config
+from shardwise.tiny.objective import has_loss, loss_or_surrogate
 from shardwise.topology.axes import DATA_AXES
 from shardwise.topology.shape import MeshShape
 from shardwise.train.step import TrainStep
@@ -219,7 +219,7 @@ def _prove_on_this_rank(proof: Proof) -> Measurement:
         if use is not None:  # whether training teaches it anything is not what is proved
             note_label_use(full, replace(use, sees_target=False))
         batch = proof.make_batch(full, batch_size=max(2, mesh.data_size) * proof.num_microbatches)
-        choose_mode(full, batch)
+        set_runnable_mode(full, batch)
         is_labelled = has_loss(full, batch)
         num_parts = mesh.data_size * (proof.num_microbatches if is_labelled else 1)
         padded = proof.make_batch(full, batch_size=2 * num_parts, padding="right")
@@ -283,7 +283,7 @@ def _train(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], *, num_microb
     part = split_rows(batch, _num_rows(batch, mesh.data_size), mesh.data_size)[mesh.data_rank]
     if _has_targets(model, part):
         return TrainStep(model, mesh, num_microbatches=num_microbatches)(part).loss
-    loss = objective_of(model(**part))
+    loss = loss_or_surrogate(model(**part))
     loss.backward()
     total, group = loss.detach(), mesh.group(*DATA_AXES)
     if group is not None:
@@ -292,20 +292,20 @@ def _train(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], *, num_microb
 
 
 def _loss_of_parts(
-    model: nn.Module, batch: Mapping[str, Any], given: Sequence[Redraws] = (), *, num_parts: int
+    model: nn.Module, batch: Mapping[str, Any], given: Sequence[ReplayRandom] = (), *, num_parts: int
 ) -> Tensor:
     """The unsplit model's loss of the batch. Where it adds a balance of experts to it, which is computed for each
     microbatch of a data rank, and where it is given what each data rank drew, the mean of the parts' losses.
     """
     output = {} if given else model(**batch)
     if not given and (num_parts == 1 or not any("aux_loss" in name for name in output)):
-        return objective_of(output)
+        return loss_or_surrogate(output)
     parts = split_rows(batch, _num_rows(batch, num_parts), num_parts)
     counts = [count_targets(model, part) if _has_targets(model, part) else 1 for part in parts]
     losses = []
     for index, (part, count) in enumerate(zip(parts, counts, strict=True)):
         with given[index * len(given) // num_parts] if given else nullcontext():
-            losses.append(objective_of(model(**part)) * (count / sum(counts)))
+            losses.append(loss_or_surrogate(model(**part)) * (count / sum(counts)))
     return torch.stack(losses).sum()
 
 

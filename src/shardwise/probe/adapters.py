@@ -11,11 +11,11 @@ from shardwise.lora.inject import inject_alike
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
 from shardwise.probe.disk_cache import cache_path, read, write
-from shardwise.probe.trial import Verdict, failed
+from shardwise.probe.trial import Verdict, verdict_of_exception
 from shardwise.probe.tried_model import build_tried_model, trial_of
 from shardwise.runtime.adapter_facts import without_adapters
 from shardwise.runtime.modes import has_dropout
-from shardwise.tiny.random import seeded
+from shardwise.tiny.random import fork_all_rng
 
 __all__ = ["try_adapters"]
 
@@ -44,7 +44,7 @@ def try_adapters(
     if read(path, bool):
         return
     name = type(base).__name__
-    with seeded():
+    with fork_all_rng():
         try:
             tried = inject_alike(model, build_tried_model(base, tp_size=tp_size))
             verdict = _try(tried, plan, model, tp_size=tp_size, sequence_parallel=sequence_parallel)
@@ -52,7 +52,7 @@ def try_adapters(
                 alone = build_tried_model(base, tp_size=tp_size)
                 plain = _try(alone, plan, model, tp_size=tp_size, sequence_parallel=sequence_parallel)
         except Exception as error:  # noqa: BLE001 - the model's own code fails in any way, or PEFT on a tiny model
-            reason = str(error) if isinstance(error, ShardwiseError) else failed(error).reason
+            reason = str(error) if isinstance(error, ShardwiseError) else verdict_of_exception(error).reason
             logger.warning("adapters of %s cannot be tried: %s", name, reason.splitlines()[0])
             return
     if verdict.passed:

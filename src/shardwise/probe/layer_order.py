@@ -23,16 +23,16 @@ from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan, Returned
 from shardwise.plan.structure import upwards
 from shardwise.probe.disk_cache import cache_path, read, write
 from shardwise.probe.staged import train_in_stages
-from shardwise.probe.trial import Verdict, failed, failures_explained
+from shardwise.probe.trial import Verdict, reraise_as, verdict_of_exception
 from shardwise.probe.tried_model import build_tried_model
 from shardwise.probe.watch_order import watch_order
 from shardwise.runtime.modes import has_dropout
 from shardwise.sharding.json_form import from_json, to_json
 from shardwise.stages.model import Stages
 from shardwise.tiny.inputs import make_batch
-from shardwise.tiny.models import choose_mode
-from shardwise.tiny.objective import copied, objective_of
-from shardwise.tiny.random import draws_in_backward, seeded
+from shardwise.tiny.models import set_runnable_mode
+from shardwise.tiny.objective import clone_batch, loss_or_surrogate
+from shardwise.tiny.random import draws_in_backward, fork_all_rng
 
 __all__ = ["find_layer_order", "no_stages", "no_stages_because", "tried_order"]
 
@@ -57,7 +57,7 @@ def find_layer_order(model: nn.Module) -> LayerOrder:
     path = cache_path(model, "layers", {})
     if (cached := read(path, functools.partial(from_json, LayerOrder))) is not None:
         return cached
-    with failures_explained(no_stages_because(name)), seeded(), torch.enable_grad():
+    with reraise_as(no_stages_because(name)), fork_all_rng(), torch.enable_grad():
         order = _order_of(model)
     write(path, to_json(order))
     return order
@@ -66,7 +66,7 @@ def find_layer_order(model: nn.Module) -> LayerOrder:
 def _order_of(model: PreTrainedModel) -> LayerOrder:
     tiny = build_tried_model(model, num_layers=None)  # as deep as the model
     batch = make_batch(tiny, seed=0)
-    choose_mode(tiny, batch)
+    set_runnable_mode(tiny, batch)
     drops = has_dropout(model)
     if drops and draws_in_backward(tiny, batch):
         why = "in backward it drops again by seeds that its modules keep, those of the last microbatch for all of them"
@@ -89,7 +89,7 @@ def tried_order(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection
             if not reason:
                 _check_training(tiny, batch, order)
         except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on a wrong cut
-            verdict = failed(error)
+            verdict = verdict_of_exception(error)
             reason, at = verdict.reason, verdict.module
         more = _returns_around(tiny, at, order, returns)
         if not more:
@@ -107,10 +107,10 @@ def _check_training(tiny: PreTrainedModel, batch: Mapping[str, Any], order: Laye
     trained = copy.deepcopy(tiny).train()
     try:
         with torch.no_grad():
-            copy.deepcopy(trained)(**copied(batch))
+            copy.deepcopy(trained)(**clone_batch(batch))
     except Exception:  # noqa: BLE001 - it wants other inputs to train
         return
-    _stages_of_one(trained, order).shapes(0, copied(batch))
+    _stages_of_one(trained, order).shapes(0, clone_batch(batch))
 
 
 def _stages_of_one(model: nn.Module, order: LayerOrder) -> Stages:
@@ -144,10 +144,10 @@ def _difference(tiny: nn.Module, batch: Mapping[str, Any], order: LayerOrder) ->
     """What a tiny model computes differently when it is cut before every layer, in words."""
     unsplit, cut = copy.deepcopy(tiny), copy.deepcopy(tiny)
     own = list(cut.parameters())  # before they go
-    loss = objective_of(unsplit(**copied(batch)))
+    loss = loss_or_surrogate(unsplit(**clone_batch(batch)))
     loss.backward()
     output, _ = train_in_stages([_stages_of_one(cut, order)] * len(order.calls), batch)
-    found = objective_of(output)
+    found = loss_or_surrogate(output)
     if not abs(float(found.detach() - loss.detach())) <= _ALLOWED * max(1.0, abs(float(loss.detach()))):
         return f"cut before every layer, it computes a loss of {float(found):.6f} instead of {float(loss):.6f}"
     used = {id(each) for name, each in unsplit.named_parameters(remove_duplicate=False) if order.uses[name]}

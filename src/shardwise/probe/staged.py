@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.stages.model import Stages
-from shardwise.tiny.objective import copied, objective_of
+from shardwise.tiny.objective import clone_batch, loss_or_surrogate
 
 __all__ = ["train_in_stages"]
 
@@ -24,13 +24,13 @@ def train_in_stages(stages: Sequence[Stages], batch: Mapping[str, Any]) -> tuple
     received: list[tuple[Tensor, ...]] = [()]
     output: Any = None
     for stage, each in enumerate(stages):
-        output = each.run(stage, copied(batch), received[-1])
+        output = each.run(stage, clone_batch(batch), received[-1])
         if stage < len(stages) - 1:
-            expected, _ = stages[stage + 1].shapes(stage + 1, copied(batch))
+            expected, _ = stages[stage + 1].shapes(stage + 1, clone_batch(batch))
             sent.append(output)
             pairs = zip(output, expected, strict=True)
             received.append(tuple(value.detach().requires_grad_(known.needs_gradient) for value, known in pairs))
-    objective_of(output).backward()
+    loss_or_surrogate(output).backward()
     for values, copies in zip(reversed(sent), reversed(received), strict=False):
         given = [(x, y.grad) for x, y in zip(values, copies, strict=True) if x.requires_grad and y.grad is not None]
         torch.autograd.backward([x for x, _ in given], [gradient for _, gradient in given])

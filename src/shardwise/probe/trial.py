@@ -24,13 +24,13 @@ from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.sequence_plan import NoStackError
 from shardwise.plan.spec import Plan
-from shardwise.proof.draws import Draws, Redraws, problems_of
-from shardwise.tiny.objective import copied, objective_of
-from shardwise.tiny.random import seeded, training_copy
+from shardwise.proof.draws import RecordRandom, ReplayRandom, mismatches
+from shardwise.tiny.objective import clone_batch, loss_or_surrogate
+from shardwise.tiny.random import fork_all_rng, training_copy
 from shardwise.tiny.simulate import SimulatedMesh
 from shardwise.topology.shape import MeshShape
 
-__all__ = ["Trial", "Verdict", "failed", "failures_explained"]
+__all__ = ["Trial", "Verdict", "reraise_as", "verdict_of_exception"]
 
 _LOSS = 1e-4
 _GRADIENT = 1e-3
@@ -96,7 +96,7 @@ class Trial:
 
     def inputs(self) -> dict[str, Any]:
         """A copy of the batch: some models write into what they are given."""
-        return copied(self.batch)
+        return clone_batch(self.batch)
 
     def run(self, plan: Plan, *, sequence_parallel: bool = False, in_training: bool = False) -> Verdict:
         """Trains the tiny model one step, split by `plan`, and compares.
@@ -126,19 +126,19 @@ class Trial:
     def _run_in_training(
         self, plan: Plan, tiny: nn.Module, padded: Mapping[str, Any], *, sequence_parallel: bool
     ) -> Verdict | None:
-        with seeded():
+        with fork_all_rng():
             results = self._split(tiny, plan, padded, sequence_parallel=sequence_parallel)
             if isinstance(results, Verdict):
                 return results
             states = [each.random_state for each in results if self._drops]
-            redraws = Redraws([each.draws for each in results], states)
+            redraws = ReplayRandom([each.draws for each in results], states)
             # In eval mode nothing is dropped; what is drawn all the same are weights of modules that a forward makes.
             truth = _train(copy.deepcopy(tiny), padded, redraws if tiny.training else None)
 
-            def train(given: Sequence[Redraws]) -> Mapping[str, Tensor]:
+            def train(given: Sequence[ReplayRandom]) -> Mapping[str, Tensor]:
                 return _train(copy.deepcopy(tiny), padded, given[0]).gradients
 
-            problems = problems_of([redraws], truth.gradients, train)
+            problems = mismatches([redraws], truth.gradients, train)
         reasons = [*problems, *filter(None, (_difference(each, truth) for each in results))]
         return Verdict(passed=False, reason=reasons[0]) if reasons else None
 
@@ -149,7 +149,7 @@ class Trial:
         spec, shape = ParallelSpec(sequence_parallel=sequence_parallel), MeshShape(tp_size=self.tp_size)
 
         def rank(group: SimulatedGroup, decided: SplitPlan) -> _Result:
-            model, mesh, draws = copy.deepcopy(tiny), SimulatedMesh(group), Draws()
+            model, mesh, draws = copy.deepcopy(tiny), SimulatedMesh(group), RecordRandom()
             gradients = track_gradients(model, apply_plan(model, mesh, decided, spec))
             with draws if model.training else nullcontext():
                 loss = _loss(model, batch)
@@ -168,7 +168,7 @@ class Trial:
             decided = decide_split(plan, tiny, self.facts, shape, spec)
             return run_ranks(functools.partial(rank, decided=decided), self.tp_size)
         except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on a wrong split
-            return failed(error)
+            return verdict_of_exception(error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +182,7 @@ class _Result:
     random_state: Tensor = torch.empty(0)  # noqa: RUF009 - frozen
 
 
-def _train(model: nn.Module, batch: Mapping[str, Any], redraws: Redraws | None = None) -> _Result:
+def _train(model: nn.Module, batch: Mapping[str, Any], redraws: ReplayRandom | None = None) -> _Result:
     """What the full model computes, given what ranks drew."""
     with redraws or nullcontext():
         loss = _loss(model, batch)
@@ -192,7 +192,7 @@ def _train(model: nn.Module, batch: Mapping[str, Any], redraws: Redraws | None =
 
 
 def _loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    return objective_of(model(**copied(batch)))
+    return loss_or_surrogate(model(**clone_batch(batch)))
 
 
 def _difference(found: _Result, truth: _Result) -> str:
@@ -208,17 +208,17 @@ def _difference(found: _Result, truth: _Result) -> str:
 
 
 @contextmanager
-def failures_explained(explain: Callable[[Verdict], ShardwiseError]) -> Iterator[None]:
+def reraise_as(explain: Callable[[Verdict], ShardwiseError]) -> Iterator[None]:
     """Raises what `explain` makes of it where the model's own code, which may fail in any way, fails in the block."""
     try:
         yield
     except ShardwiseError:
         raise
     except Exception as error:
-        raise explain(failed(error)) from error
+        raise explain(verdict_of_exception(error)) from error
 
 
-def failed(error: Exception) -> Verdict:
+def verdict_of_exception(error: Exception) -> Verdict:
     """The verdict on a plan with which running a model raised `error`."""
     text = one_line(error, limit=_REASON)
     reason = text if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {text}"

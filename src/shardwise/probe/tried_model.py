@@ -16,9 +16,9 @@ from shardwise.data.batch import split_rows
 from shardwise.errors import PlanError
 from shardwise.parallel.facts import read_stacks
 from shardwise.plan.structure import outermost_layers
-from shardwise.probe.trial import Trial, Verdict, failures_explained
+from shardwise.probe.trial import Trial, Verdict, reraise_as
 from shardwise.tiny.fields import read_field
-from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, perturb_parameters, shrink_config
+from shardwise.tiny.models import build_tiny_model, make_batch, perturb_parameters, set_runnable_mode, shrink_config
 from shardwise.tiny.random import set_dropout
 from shardwise.tiny.shrink import apply_repeatable
 
@@ -51,7 +51,7 @@ def trial_of(tiny: PreTrainedModel, *, tp_size: int, drops: bool) -> Trial:
         PlanError: it does not run unsplit.
     """
     batch = make_batch(tiny, seed=0)
-    choose_mode(tiny, batch)
+    set_runnable_mode(tiny, batch)
     padded = split_rows(make_batch(tiny, seed=0, padding="right"), 2, 2)[1]
 
     def explain(verdict: Verdict) -> PlanError:
@@ -64,7 +64,7 @@ def trial_of(tiny: PreTrainedModel, *, tp_size: int, drops: bool) -> Trial:
             fix="correct the sizes in its config until it runs, or give rules of your own",
         )
 
-    with failures_explained(explain):
+    with reraise_as(explain):
         return Trial(tiny, batch, tp_size=tp_size, padded=padded, drops=drops)
 
 

@@ -20,7 +20,7 @@ from shardwise.parallel.facts import read_facts
 from shardwise.plan.pipeline_plan import Crossing, LayerOrder, Returned
 from shardwise.plan.structure import outermost_layers, upwards
 from shardwise.stages.anchors import is_dropout, made_by, named_arguments, named_tensors, used_by, writes
-from shardwise.tiny.objective import copied
+from shardwise.tiny.objective import clone_batch
 
 __all__ = ["watch_order"]
 
@@ -53,7 +53,7 @@ def watch_order(
 def _watched(model: nn.Module, batch: Mapping[str, Any], layers: Collection[str], *, shares_dropped: bool) -> _Watcher:
     watcher = _Watcher(model, layers, shares_dropped=shares_dropped)
     with watcher.hooked(), watcher:
-        output = model(**copied(batch))
+        output = model(**clone_batch(batch))
         watcher.use(value for _, value in named_tensors(output))
     return watcher
 

@@ -19,7 +19,7 @@ from shardwise.stages.model import Stages
 from shardwise.stages.run import StageRun
 from shardwise.tiny.random import draws_shared
 
-__all__ = ["Draws", "Redraws", "in_order", "problems_of"]
+__all__ = ["RecordRandom", "ReplayRandom", "in_microbatch_order", "mismatches"]
 
 _FEW = 16
 """Parts with fewer elements may well be equal by chance."""
@@ -27,7 +27,7 @@ _FEW = 16
 _UNEQUAL = "ranks draw differently for what they compute alike"
 
 
-class Draws(TorchDispatchMode):
+class RecordRandom(TorchDispatchMode):
     """Records what is drawn inside, in forward; what recomputation in backward draws again is not.
 
     Args:
@@ -60,7 +60,7 @@ class Draws(TorchDispatchMode):
         return out
 
 
-def in_order(stages: Sequence[Sequence[Sequence[Tensor]]]) -> list[Tensor]:
+def in_microbatch_order(stages: Sequence[Sequence[Sequence[Tensor]]]) -> list[Tensor]:
     """What the stages of a pipeline drew, one a rank, as the unsplit model draws it: one microbatch after the other.
 
     Args:
@@ -69,17 +69,17 @@ def in_order(stages: Sequence[Sequence[Sequence[Tensor]]]) -> list[Tensor]:
     return [value for forwards in zip(*stages, strict=True) for drawn in forwards for value in drawn]
 
 
-class Redraws(TorchDispatchMode):
+class ReplayRandom(TorchDispatchMode):
     """Gives the full model what the ranks drew, put together.
 
     Args:
-        ranks: what `Draws` recorded on each.
+        ranks: what `RecordRandom` recorded on each.
         states: each rank's random state after it has drawn; none where it does not matter.
         chosen: the rank whose draws are taken where they differ.
 
     Attributes:
         problems: draws that cannot be put together, in words.
-        unequal: those that differ where ranks compute alike, in words; see `problems_of`.
+        unequal: those that differ where ranks compute alike, in words; see `mismatches`.
     """
 
     def __init__(self, ranks: Sequence[Sequence[Tensor]], states: Sequence[Tensor], *, chosen: int = 0) -> None:
@@ -109,9 +109,9 @@ class Redraws(TorchDispatchMode):
             self.problems.append(f"draw {place + 1} of {list(out.shape)}: {found}")
         return out
 
-    def choosing(self, rank: int) -> Redraws:
+    def choosing(self, rank: int) -> ReplayRandom:
         """The same, which takes that rank's draws where they differ."""
-        return Redraws(self._ranks, (), chosen=rank)
+        return ReplayRandom(self._ranks, (), chosen=rank)
 
     @property
     def num_draws(self) -> int:
@@ -124,8 +124,10 @@ class Redraws(TorchDispatchMode):
         return len(self._ranks)
 
 
-def problems_of(
-    given: Sequence[Redraws], found: Mapping[str, Tensor], train: Callable[[Sequence[Redraws]], Mapping[str, Tensor]]
+def mismatches(
+    given: Sequence[ReplayRandom],
+    found: Mapping[str, Tensor],
+    train: Callable[[Sequence[ReplayRandom]], Mapping[str, Tensor]],
 ) -> list[str]:
     """What is wrong with what ranks drew. Draws that differ where ranks compute alike count if the loss or a gradient
     depends on them: DeBERTa drops from embeddings of positions also where no attention reads them.

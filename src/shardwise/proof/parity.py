@@ -23,10 +23,10 @@ from shardwise.parameters.replicas import find_unequal_replicas
 from shardwise.plan.match import star_numbers
 from shardwise.plan.structure import is_within, outermost_layers
 from shardwise.proof.counting import counted_layers
-from shardwise.proof.draws import Draws, Redraws, in_order, problems_of
+from shardwise.proof.draws import RecordRandom, ReplayRandom, in_microbatch_order, mismatches
 from shardwise.proof.rounding import Difference, Tolerance, all_passed, in_float64, without_rounding
-from shardwise.tiny.objective import copied, objective_of
-from shardwise.tiny.random import seeded, training_copy
+from shardwise.tiny.objective import clone_batch, loss_or_surrogate
+from shardwise.tiny.random import fork_all_rng, training_copy
 from shardwise.topology.axes import DATA_AXES
 
 __all__ = ["Measurement", "measure", "measure_in_training", "measure_narrow"]
@@ -121,18 +121,18 @@ def measure(
     Args:
         unsplit: the model in one piece; left as it was.
         step: runs forward and backward of a split model and returns the loss.
-        reference_loss: computes the unsplit model's loss; by default `objective_of` what it puts out for the batch.
+        reference_loss: computes the unsplit model's loss; by default `loss_or_surrogate` of its output.
         num_steps: after how many AdamW steps the replicas are compared; parameters are after three.
     """
     reference, start = copy.deepcopy(unsplit), time.perf_counter()
     model = split(copy.deepcopy(unsplit), mesh)
     split_seconds = time.perf_counter() - start
     expected_outputs, outputs = _outputs(reference, batch), _outputs(model, batch)
-    loss_of = reference_loss or (lambda model, batch: objective_of(model(**batch)))
-    expected_loss = loss_of(reference, copied(batch))
+    loss_of = reference_loss or (lambda model, batch: loss_or_surrogate(model(**batch)))
+    expected_loss = loss_of(reference, clone_batch(batch))
     expected_loss.backward()
     with counted_layers(model, mesh) as collectives:
-        loss = step(model, mesh, copied(batch))
+        loss = step(model, mesh, clone_batch(batch))
     gradients, expected = _gradients(model), _own_gradients(reference)
     steps = functools.partial(step, model, mesh), lambda batch: loss_of(reference, batch).backward()
     parameter = _parameters_apart(model, reference, batch, steps, num_steps, tolerance.parameter)
@@ -178,7 +178,7 @@ def _own_rounding(
     exact, batch = copy.deepcopy(unsplit).double(), in_float64(batch)
     try:
         is_equal = measure_again(exact, batch=batch, tolerance=tolerance).passed
-        outputs, loss = _outputs(exact, batch), loss_of(exact, copied(batch))
+        outputs, loss = _outputs(exact, batch), loss_of(exact, clone_batch(batch))
         loss.backward()
     except Exception:  # noqa: BLE001 - code that computes some of it in float32 in any case fails in any way
         return {}
@@ -205,9 +205,9 @@ def _parameters_apart(
     parameter = Difference(error=0.0, allowed=allowed)
     for number in range(num_steps):
         if number:
-            steps[0](copied(batch))
+            steps[0](clone_batch(batch))
             if number < _COMPARED_STEPS:
-                steps[1](copied(batch))
+                steps[1](clone_batch(batch))
         for optimizer in optimizers[: 2 if number < _COMPARED_STEPS else None]:
             optimizer.step()
             optimizer.zero_grad()
@@ -223,7 +223,7 @@ def measure_in_training(
     *,
     split: Split,
     step: Step,
-    loss_of: Callable[[nn.Module, Mapping[str, Any], Sequence[Redraws]], Tensor],
+    loss_of: Callable[[nn.Module, Mapping[str, Any], Sequence[ReplayRandom]], Tensor],
     drops: bool = True,
     tolerance: Tolerance = Tolerance(),  # noqa: B008 - frozen
 ) -> Difference | None:
@@ -244,25 +244,25 @@ def measure_in_training(
     if reference is None:
         return None
     model = split(copy.deepcopy(reference), mesh)
-    with seeded():
-        with Draws(registry_of(model).stages) as draws:
-            loss = step(model, mesh, copied(batch))
-        drawn = in_order(all_gather_objects(draws.forwards, mesh.group("pp")))
+    with fork_all_rng():
+        with RecordRandom(registry_of(model).stages) as draws:
+            loss = step(model, mesh, clone_batch(batch))
+        drawn = in_microbatch_order(all_gather_objects(draws.forwards, mesh.group("pp")))
         on_tp = all_gather_objects((drawn, torch.get_rng_state()), mesh.group("tp"))
     given = [
-        Redraws([drawn for drawn, _ in ranks], [state for _, state in ranks if drops])
+        ReplayRandom([drawn for drawn, _ in ranks], [state for _, state in ranks if drops])
         for ranks in all_gather_objects(on_tp, mesh.group(*DATA_AXES))
     ]
 
-    def train(given: Sequence[Redraws]) -> dict[str, Tensor]:
+    def train(given: Sequence[ReplayRandom]) -> dict[str, Tensor]:
         trained = copy.deepcopy(reference)
-        with seeded():
-            expected_loss = loss_of(trained, copied(batch), given)
+        with fork_all_rng():
+            expected_loss = loss_of(trained, clone_batch(batch), given)
         expected_loss.backward()
         return {"loss": expected_loss.detach(), **_own_gradients(trained)}
 
     expected = train(given)
-    if problems := problems_of(given, expected, train):
+    if problems := mismatches(given, expected, train):
         return Difference(error=float("inf"), allowed=tolerance.gradient, name=problems[0])
     worst = _worst({"loss": loss, **_gradients(model)}, expected, tolerance.gradient, tolerance.gradient_floor)
     worst = replace(worst, num_draws=sum(redraws.num_draws for redraws in given))
@@ -293,8 +293,8 @@ def measure_narrow(
     exact, reference = copy.deepcopy(full), copy.deepcopy(full).to(dtype)
     model = split(copy.deepcopy(full), mesh)
     for each in (exact, reference):
-        loss_of(each, copied(batch)).backward()
-    step(model, mesh, copied(batch))
+        loss_of(each, clone_batch(batch)).backward()
+    step(model, mesh, clone_batch(batch))
     found, truth = _gradients(model), _own_gradients(exact)
     allowed = _TIMES * _distance(_own_gradients(reference), truth) + _FLOOR
     return Difference(error=_distance(found, truth), allowed=allowed, name=str(dtype).removeprefix("torch."))
@@ -336,7 +336,7 @@ def _replicated_matrices(model: nn.Module) -> tuple[str, ...]:
 def _outputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
     """What the model puts out besides its loss: logits of any name, on the CPU in float32."""
     with torch.no_grad():
-        output = model(**copied(batch))
+        output = model(**clone_batch(batch))
     found = {}
     for name, value in output.items():
         if name in _OUTPUTS or (isinstance(value, Tensor) and "logits" in name):

@@ -17,7 +17,7 @@ from shardwise.plan.decision import SplitPlan
 from shardwise.plan.resolve import resolve
 from shardwise.plan.rule import UNREACHED
 from shardwise.plan.spec import Plan
-from shardwise.probe.trial import Trial, Verdict, failures_explained
+from shardwise.probe.trial import Trial, Verdict, reraise_as
 from shardwise.probe.tried_model import build_tried_model, is_small, trial_of
 from shardwise.runtime.modes import has_dropout
 from shardwise.search.candidate import Candidate
@@ -96,7 +96,7 @@ def build_subject(model: nn.Module, *, tp_size: int, is_deep: bool = False) -> S
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(f"{name} is no transformers model", why="no tiny model of it can be built")
-    with failures_explained(functools.partial(_unplanned, name, tp_size)):
+    with reraise_as(functools.partial(_unplanned, name, tp_size)):
         tiny = build_tried_model(model, tp_size=tp_size, **({"num_layers": None} if is_deep else {}))
         return Subject(model=model, tiny=tiny, trial=trial_of(tiny, tp_size=tp_size, drops=has_dropout(model)))
 
@@ -124,7 +124,7 @@ def search_plan(
     """
     model, tiny, trial = subject.model, subject.tiny, subject.trial
     name, tp_size = type(model).__name__, trial.tp_size
-    with failures_explained(functools.partial(_unplanned, name, tp_size)):
+    with reraise_as(functools.partial(_unplanned, name, tp_size)):
         search = _Search(subject, given=given, sequence_parallel=sequence_parallel)
         best, verdicts = search.best(declared)
         if best is None and given.rules and _Search(subject, sequence_parallel=sequence_parallel).best(declared)[0]:
@@ -146,7 +146,7 @@ def check_given_rules(subject: Subject, plan: Plan, given: Plan, *, sequence_par
     """
     trial = subject.trial
     name = type(subject.model).__name__
-    with failures_explained(functools.partial(_unplanned, name, trial.tp_size)):
+    with reraise_as(functools.partial(_unplanned, name, trial.tp_size)):
         verdict = trial.run(plan | given, sequence_parallel=sequence_parallel, in_training=True)
     if not verdict.passed:
         raise given_rules_error(name, [verdict], tp_size=trial.tp_size)

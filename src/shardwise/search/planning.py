@@ -30,7 +30,7 @@ from shardwise.probe.disk_cache import cache_path, read, write
 from shardwise.runtime.adapter_facts import without_adapters
 from shardwise.search.deriving import Subject, build_subject, check_given_rules, search_plan
 from shardwise.sharding.json_form import to_json
-from shardwise.tiny.random import seeded
+from shardwise.tiny.random import fork_all_rng
 
 __all__ = ["plan_for"]
 
@@ -131,7 +131,7 @@ def _examined(model: nn.Module, question: _Question, *, use_cache: bool) -> Plan
     path = cache_path(model, "plan", to_json(question))
     if use_cache and (cached := read(path, Plan.from_json)) is not None:
         return cached
-    with seeded():  # one rank plans, and its streams of random numbers must stay those of the others
+    with fork_all_rng():  # one rank plans, and its streams of random numbers must stay those of the others
         plan = _searched(model, question)
     write(path, plan.to_json())
     return plan

@@ -26,12 +26,12 @@ from shardwise.parallel.fake import AsOnDevices, fake_tensors, materialize_fake
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.spec import Plan
-from shardwise.probe.trial import Verdict, failed
+from shardwise.probe.trial import Verdict, verdict_of_exception
 from shardwise.probe.tried_model import smallest_with_all_layer_kinds
 from shardwise.search.generalize import generalize
 from shardwise.sharding.placement import Split
-from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch
-from shardwise.tiny.objective import objective_of
+from shardwise.tiny.models import build_tiny_model, make_batch, set_runnable_mode
+from shardwise.tiny.objective import loss_or_surrogate
 from shardwise.tiny.shrink import apply_repeatable, keep_layers
 from shardwise.tiny.simulate import SimulatedMesh
 from shardwise.topology.shape import MeshShape
@@ -65,7 +65,7 @@ class RealSizes:
                     model,
                 )
         except Exception as error:  # noqa: BLE001 - the model's own code fails in any way where layers are left out
-            unsplit = failed(error)
+            unsplit = verdict_of_exception(error)
         else:
             unsplit = self._verdict(None)
             self.runs = unsplit is not None and unsplit.passed
@@ -82,7 +82,7 @@ class RealSizes:
             spec = ParallelSpec(sequence_parallel=sequence_parallel)
             decided = decide_split(own, self.model, facts, MeshShape(tp_size=self._tp_size), spec)
         except ShardwiseError as error:
-            return failed(error)
+            return verdict_of_exception(error)
         found = self._verdict(decided) if self.runs else None
         if found is None and self._with_values is not None:
             found = self._verdict(decided, self._with_values)
@@ -105,7 +105,7 @@ class RealSizes:
             model = build_tiny_model(apply_repeatable(copy.deepcopy(self.model.config)), type(self.model), seed=0)
         except Exception:  # noqa: BLE001 - as above
             return None
-        unsplit = self._verdict(None, choose_mode(model, make_batch(model, seed=0)))
+        unsplit = self._verdict(None, set_runnable_mode(model, make_batch(model, seed=0)))
         return model if unsplit is not None and unsplit.passed else None
 
     def _verdict(self, decided: SplitPlan | None, valued: PreTrainedModel | None = None) -> Verdict | None:
@@ -131,11 +131,11 @@ class RealSizes:
                         parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
                     batch = make_batch(model, seed=0)
                     batch.pop("attention_mask", None)  # full rows need none, but only values could tell that they are
-                    objective_of(model(**batch)).backward()
+                    loss_or_surrogate(model(**batch)).backward()
             except (DataDependentOutputException, DynamicOutputShapeException):
                 return None
             except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on a wrong split
-                return failed(error)
+                return verdict_of_exception(error)
         return Verdict(passed=True)
 
 

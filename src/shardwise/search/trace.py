@@ -22,7 +22,7 @@ from shardwise.plan.structure import is_within, outermost_layers, parent_of, upw
 from shardwise.runtime.arguments import argument_names
 from shardwise.runtime.norm import compute_norm, moments_of, recognise_norm
 from shardwise.search.traced_sizes import MADE, SizeConstraint, flat, size_constraints_of, traced_integers
-from shardwise.tiny.objective import copied
+from shardwise.tiny.objective import clone_batch
 
 __all__ = ["Layer", "ModuleCall", "Run", "Use", "norm_formula", "watch"]
 
@@ -133,7 +133,7 @@ def watch(
         if thorough:
             stack.enter_context(traced_integers(model, tuple(watcher.layers)))
         stack.enter_context(watcher)
-        model(**copied(batch))
+        model(**clone_batch(batch))
     watcher.forget_unused()
     return Run([layer for layer in watcher.ran.values() if layer.outputs], watcher.used_at)
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.tiny.families import FAMILIES
 from shardwise.tiny.fields import sub_configs
-from shardwise.tiny.objective import copied
+from shardwise.tiny.objective import clone_batch
 from shardwise.tiny.signals import SIGNALS, class_names, make_patches, make_signal, signals_of
 
 __all__ = ["Padding", "add_media", "guess_batches", "make_batch", "missing_media"]
@@ -110,7 +110,7 @@ def add_media(model: PreTrainedModel, batch: dict[str, Tensor], *, seed: int) ->
             signal = signal or {name: make_signal(model, name, (rows, 16), generator=generator)}
             with_medium = _with_medium(model, batch, signal, token, encode=getattr(model, method))
             with torch.no_grad():
-                model(**copied(with_medium))
+                model(**clone_batch(with_medium))
         except Exception:  # noqa: BLE001 - a model that wants other inputs beside these fails in any way
             continue
         batch = with_medium

@@ -21,15 +21,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from shardwise.errors import UnsupportedError
 from shardwise.tiny.fields import sub_configs
 from shardwise.tiny.inputs import Padding, make_batch
-from shardwise.tiny.objective import copied, objective_of
+from shardwise.tiny.objective import clone_batch, loss_or_surrogate
 from shardwise.tiny.shrink import shrink_config
 
 __all__ = [
     "Padding",
     "build_tiny_model",
-    "choose_mode",
     "make_batch",
     "perturb_parameters",
+    "set_runnable_mode",
     "shrink_config",
 ]
 
@@ -104,13 +104,13 @@ def _uninitialized_as_nan() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def choose_mode(model: nn.Module, batch: Mapping[str, Any]) -> nn.Module:
+def set_runnable_mode(model: nn.Module, batch: Mapping[str, Any]) -> nn.Module:
     """Puts a tiny model without dropout into eval mode, or into training mode where only that can run backward."""
     for mode in (model.eval, model.train):
         mode()
         trial = copy.deepcopy(model)
         try:
-            objective_of(trial(**copied(batch))).backward()
+            loss_or_surrogate(trial(**clone_batch(batch))).backward()
         except (AssertionError, RuntimeError, ValueError, TypeError):
             continue
         return model

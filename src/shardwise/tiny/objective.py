@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["copied", "has_loss", "objective_of"]
+__all__ = ["clone_batch", "has_loss", "loss_or_surrogate"]
 
 
-def copied(batch: Mapping[str, Any]) -> dict[str, Any]:
+def clone_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the batch: some models write into what they are given."""
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
-def objective_of(output: Any) -> Tensor:
+def loss_or_surrogate(output: Any) -> Tensor:
     """The model's loss; without one, a fixed random weighting of everything it puts out."""
     loss = output.get("loss") if isinstance(output, Mapping) else None
     if loss is not None:
@@ -32,7 +32,7 @@ def objective_of(output: Any) -> Tensor:
 @torch.no_grad()
 def has_loss(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     """Whether the model computes a loss of `batch`."""
-    output = model(**copied(batch))
+    output = model(**clone_batch(batch))
     return isinstance(output, Mapping) and output.get("loss") is not None
 
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.runtime.modes import dropout_chances, is_in_backward
-from shardwise.tiny.objective import copied, objective_of
+from shardwise.tiny.objective import clone_batch, loss_or_surrogate
 
-__all__ = ["draws_in_backward", "draws_shared", "seeded", "set_dropout", "training_copy"]
+__all__ = ["draws_in_backward", "draws_shared", "fork_all_rng", "set_dropout", "training_copy"]
 
 _DROPOUT = 0.2
 
@@ -52,8 +52,8 @@ def draws_in_backward(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     trained = copy.deepcopy(model).train()
     set_dropout(trained, _DROPOUT)
     try:
-        with seeded(), _DrawsAgain() as again:
-            objective_of(trained(**copied(batch))).backward()
+        with fork_all_rng(), _DrawsAgain() as again:
+            loss_or_surrogate(trained(**clone_batch(batch))).backward()
     except Exception:  # noqa: BLE001 - the model's own code fails in any way where it wants other inputs to train
         return False
     return again.found
@@ -68,8 +68,8 @@ def training_copy(model: nn.Module, batch: Mapping[str, Any], *, drops: bool = T
         if in_training:
             set_dropout(made.train(), _DROPOUT)
         try:
-            with seeded():
-                objective_of(copy.deepcopy(made)(**copied(batch))).backward()
+            with fork_all_rng():
+                loss_or_surrogate(copy.deepcopy(made)(**clone_batch(batch))).backward()
         except Exception:  # noqa: BLE001 - the model's own code fails in any way where it wants other inputs to train
             continue
         return made
@@ -77,7 +77,7 @@ def training_copy(model: nn.Module, batch: Mapping[str, Any], *, drops: bool = T
 
 
 @contextmanager
-def seeded() -> Iterator[None]:
+def fork_all_rng() -> Iterator[None]:
     """Inside, every stream of random numbers on the CPU starts from the same seed; afterwards they are as before."""
     states = numpy.random.get_state(), random.getstate()
     with torch.random.fork_rng(devices=[]):

@@ -15,13 +15,13 @@ from shardwise.compat.layers.split_module import running_alone
 from shardwise.mesh import Mesh
 from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.probe.layer_order import no_stages, no_stages_because, tried_order
-from shardwise.probe.trial import failures_explained
+from shardwise.probe.trial import reraise_as
 from shardwise.runtime.modes import has_dropout
 from shardwise.sharding.json_form import from_json, to_json
 from shardwise.tiny.inputs import guess_batches
-from shardwise.tiny.models import choose_mode
-from shardwise.tiny.objective import copied
-from shardwise.tiny.random import seeded
+from shardwise.tiny.models import set_runnable_mode
+from shardwise.tiny.objective import clone_batch
+from shardwise.tiny.random import fork_all_rng
 
 __all__ = ["layer_order_by_hand"]
 
@@ -54,10 +54,10 @@ def layer_order_by_hand(model: nn.Module, mesh: Mesh, *, layers: Collection[str]
 
 
 def _order_by_hand(model: nn.Module, layers: Collection[str]) -> LayerOrder:
-    with failures_explained(no_stages_because(type(model).__name__)), seeded(), torch.enable_grad():
+    with reraise_as(no_stages_because(type(model).__name__)), fork_all_rng(), torch.enable_grad():
         own = copy.deepcopy(model).cpu()
         batch = _taken_batch(own)
-        choose_mode(own, batch)
+        set_runnable_mode(own, batch)
         return tried_order(own, batch, layers=layers, drops=has_dropout(model))
 
 
@@ -66,7 +66,7 @@ def _taken_batch(model: nn.Module) -> dict[str, Tensor]:
     for batch in guess_batches(model):
         try:
             with torch.no_grad():
-                copy.deepcopy(model)(**copied(batch))
+                copy.deepcopy(model)(**clone_batch(batch))
         except Exception as error:  # noqa: BLE001 - it takes other inputs
             fault = fault or error
         else:
