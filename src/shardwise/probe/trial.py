@@ -220,8 +220,10 @@ def reraise_as(explain: Callable[[Verdict], ShardwiseError]) -> Iterator[None]:
 
 def verdict_of_exception(error: Exception) -> Verdict:
     """The verdict on a plan with which running a model raised `error`."""
-    text = one_line(error, limit=_REASON)
-    reason = text if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {text}"
+    if isinstance(error, ShardwiseError):
+        reason = " ".join(str(error).split())  # whole: it ends with the remedy
+    else:
+        reason = f"{type(error).__name__}: {one_line(error, limit=_REASON)}"
     return Verdict(passed=False, reason=reason, lacks_stack=isinstance(error, NoStackError), module=_running(error))
 
 
