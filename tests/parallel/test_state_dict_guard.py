@@ -126,7 +126,7 @@ def export_all(layout, directory):
 
     class Counted(TensorFileWriter):
         def __init__(self, path, tensors):
-            opened.append(path.parent.name.split(".")[1])
+            opened.append(path.parent.parent.name)  # of a hidden directory in the target
             super().__init__(path, tensors)
 
     write.TensorFileWriter = Counted
@@ -156,8 +156,8 @@ def test_exports_are_what_transformers_writes(tmp_path):
     assert errors == also_errors
     assert errors[0] == "max_shard_bytes is 0\n  why: it must be positive"
     assert "None cannot be a directory" in errors[1]
-    assert "export_pretrained alike: directory" in errors[2] and "on rank 1: None" in errors[2]
-    assert "export_pretrained alike: adapter" in errors[3] and "on rank 1: bogus" in errors[3]
+    assert "export_pretrained alike\n  at:  directory" in errors[2] and "on rank 1: None" in errors[2]
+    assert "export_pretrained alike\n  at:  adapter" in errors[3] and "on rank 1: bogus" in errors[3]
     assert not [path.name for path in tmp_path.iterdir() if path.name not in EXPORTS], "something was left behind"
     for name, (family, options) in EXPORTS.items():
         whole = tiny_model(family, num_hidden_layers=1, **options)
@@ -200,5 +200,5 @@ def test_the_tokenizer_goes_with_the_model(tmp_path):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(tmp_path / "source")
     texts = spawn(export_with_tokenizer, 2, "tp2", tmp_path / "source", tmp_path / "target")
-    assert texts[0] == texts[1] and "is a file" in texts[0]
+    assert texts[0] == texts[1] and "is no directory" in texts[0]
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "target").get_vocab() == {"a": 0, "b": 1, "?": 2}

@@ -37,7 +37,7 @@ class Pair:
         sequence_parallel = layout.endswith("+sp")
         self.mesh = mesh
         # One key/value head, so that tp ranks share it; q/k norms, whose gradients are partial.
-        self.full = tiny_model("qwen3", num_hidden_layers=1, num_key_value_heads=1)
+        self.full = tiny_model("qwen3", num_hidden_layers=max(1, mesh.size("pp")), num_key_value_heads=1)
         self.split = shardwise.parallelize(
             copy.deepcopy(self.full), mesh, sequence_parallel=sequence_parallel, **options
         )
@@ -378,7 +378,7 @@ def parts_of_stages(pair):
     """Nothing of a model in stages runs by itself, and no schedule runs inside of a backward."""
     ids, labels = pair.batches[0]["input_ids"], pair.batches[0]["labels"]
     for call in (lambda: pair.split.model(ids), lambda: pair.split.model.layers[0](torch.zeros(1, 2, 64))):
-        with pytest.raises(UnsupportedError, match="of a model in stages is called by itself"):
+        with pytest.raises(UnsupportedError, match="of a model in stages(: no rank can run it alone| is called by itself)"):
             call()
     for reentrant in (False, True):
         with pytest.raises(UnsupportedError, match="in stages inside of torch.utils.checkpoint"):

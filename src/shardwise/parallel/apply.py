@@ -137,9 +137,13 @@ def _convert(job: Job) -> None:
 
 
 def _move(job: Job) -> None:
-    """Moves the model to its device; what is loaded lazily has nothing to move yet."""
-    if not any(value.is_meta for value in (*job.model.parameters(), *job.model.buffers())):
-        job.model.to(job.registry.mesh.device)
+    """Moves the model to its device if it is elsewhere: fake tensors cannot be moved. What is on the meta device is
+    loaded to the right one later.
+    """
+    device = job.registry.mesh.device
+    devices = {value.device for value in (*job.model.parameters(), *job.model.buffers())} - {device}
+    if devices and torch.device("meta") not in devices:
+        job.model.to(device)
 
 
 EDITS = (

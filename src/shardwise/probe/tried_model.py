@@ -28,6 +28,7 @@ __all__ = [
     "is_small",
     "layer_kind",
     "names_in",
+    "on_cpu",
     "smallest_with_all_layer_kinds",
     "trial_of",
 ]
@@ -72,11 +73,17 @@ def is_small(model: nn.Module) -> bool:
     return sum(parameter.numel() for parameter in model.parameters()) <= _SMALL_ENOUGH
 
 
+def on_cpu(model: Model) -> Model:
+    """Moves a model to the CPU. Leaves one that is there as it is: fake tensors cannot be moved."""
+    tensors = (*model.parameters(), *model.buffers())
+    return model if all(tensor.device.type == "cpu" for tensor in tensors) else model.cpu()
+
+
 def build_tried_model(model: PreTrainedModel, **shrinking: Any) -> PreTrainedModel:
     """The model with other weights, or where it is large a tiny one, made by `shrink_config` with these options."""
     own_size = is_small(model)
     if own_size and not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        tiny = copy.deepcopy(model).cpu().float().eval().requires_grad_()  # whatever the caller trains, and where
+        tiny = on_cpu(copy.deepcopy(model)).float().eval().requires_grad_()  # whatever the caller trains, and where
         set_dropout(tiny, 0.0)
         apply_repeatable(tiny.config)
         perturb_parameters(tiny, torch.Generator().manual_seed(0))

@@ -16,6 +16,7 @@ from shardwise.mesh import Mesh
 from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.probe.layer_order import no_stages, no_stages_because, tried_order
 from shardwise.probe.trial import reraise_as
+from shardwise.probe.tried_model import on_cpu
 from shardwise.runtime.modes import has_dropout
 from shardwise.sharding.json_form import from_json, to_json
 from shardwise.tiny.inputs import guess_batches
@@ -55,7 +56,7 @@ def layer_order_by_hand(model: nn.Module, mesh: Mesh, *, layers: Collection[str]
 
 def _order_by_hand(model: nn.Module, layers: Collection[str]) -> LayerOrder:
     with reraise_as(no_stages_because(type(model).__name__)), fork_all_rng(), torch.enable_grad():
-        own = copy.deepcopy(model).cpu()
+        own = on_cpu(copy.deepcopy(model))
         batch = _taken_batch(own)
         set_runnable_mode(own, batch)
         return tried_order(own, batch, layers=layers, drops=has_dropout(model))
