@@ -378,7 +378,9 @@ def parts_of_stages(pair):
     """Nothing of a model in stages runs by itself, and no schedule runs inside of a backward."""
     ids, labels = pair.batches[0]["input_ids"], pair.batches[0]["labels"]
     for call in (lambda: pair.split.model(ids), lambda: pair.split.model.layers[0](torch.zeros(1, 2, 64))):
-        with pytest.raises(UnsupportedError, match="of a model in stages(: no rank can run it alone| is called by itself)"):
+        with pytest.raises(
+            UnsupportedError, match="of a model in stages(: no rank can run it alone| is called by itself)"
+        ):
             call()
     for reentrant in (False, True):
         with pytest.raises(UnsupportedError, match="in stages inside of torch.utils.checkpoint"):
