@@ -133,6 +133,7 @@ class Filling:
             LoadError: the checkpoint holds NaN, or tied tensors differ.
             UnsupportedError: a tensor has no value.
         """
+        real: set[str] = set()
         if reads and self.index is not None and self.found is not None:
             named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
             real = {registry.tied.get(fqn, fqn) for fqn, value in named if not value.is_meta}
@@ -144,7 +145,7 @@ class Filling:
             initialize_missing(model, registry, construction, unsplit, seed=seed)
         initialize_attributes(model, self.construction, self.attributes, device=registry.mesh.device, seed=seed)
         if reads and self.index is not None and self.found is not None:
-            read = {registry.tied.get(fqn, fqn) for fqn in self.found.tensors}
+            read = {registry.tied.get(fqn, fqn) for fqn in self.found.tensors} - real
             note_source(model, registry, digest=self.index.digest(), drawn=registry.entries.keys() - read)
         else:
             registry.source = Source()

@@ -32,7 +32,6 @@ from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts, read_stacks
 from shardwise.parameters.assigned import check_assignments
 from shardwise.parameters.registry import Registry, is_split
-from shardwise.parameters.source import note_source
 from shardwise.pipeline.forward import apply_pipeline
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
@@ -85,7 +84,6 @@ def complete_split(model: nn.Module, registry: Registry) -> None:
     apply_pipeline(model, registry)
     watch_optimizers()
     check_assignments(model)
-    note_source(model, registry)
     if registry.mesh.shape.world_size > 1:
         model.register_forward_pre_hook(refuse_ddp, prepend=True)
 

@@ -146,6 +146,8 @@ def write_tree(tree: Any, place: Path, *, file_per_tensor: bool = False, dtype: 
 
     tree = tree_map(stored, tree)
     try:
+        if file_per_tensor:  # a tree that is there must not name tensors of which some are new
+            place.unlink(missing_ok=True)
         for number, tensor in enumerate(tensors if file_per_tensor else ()):
             with atomic_file(_tensor_file(place, number)) as partial:
                 torch.save(tensor.clone(), partial)

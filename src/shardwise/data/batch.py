@@ -140,8 +140,8 @@ def split_rows(batch: Mapping[str, Any], rows: int, count: int, runs: Runs | Non
     def named_part(name: str, value: Any, index: int) -> Any:
         if name in runs:
             return value[runs[name][index]]
-        if isinstance(value, Tensor) and _has_sections(name, value, rows) and value.shape[1] == rows:
-            return value.chunk(count, dim=1)[index]
+        if isinstance(value, Tensor) and _has_sections(name, value, rows):
+            return value.chunk(count, dim=1)[index] if value.shape[1] == rows else value
         return part(value, index)
 
     def has_part(name: str, index: int) -> bool:

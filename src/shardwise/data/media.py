@@ -70,7 +70,7 @@ def _runs_of(
         sizes = torch.ones(num_items, dtype=torch.long) if grid is None else grid.prod(-1).cpu()
         ends, placeholders = sizes.cumsum(0), (ids == token).reshape(num_parts, -1).sum(1).cpu().cumsum(0)
         last = torch.searchsorted(ends * placeholders[-1], placeholders * sizes.sum())  # of each part
-        ends = torch.cat((torch.zeros_like(ends[:1]), ends))
+        ends = torch.cat((ends.new_zeros(1), ends))
         items = [int(end) + bool(placeholders[part]) for part, end in enumerate(last)]
         places = {num_items: items, int(sizes.sum()): [int(ends[item]) for item in items]}
         fits = all(

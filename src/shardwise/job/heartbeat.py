@@ -196,6 +196,6 @@ class Heartbeat:
 
 def _in_words(error: BaseException) -> str:
     code = error.code if isinstance(error, SystemExit) else None
-    if isinstance(code, int) and code > 128:
+    if isinstance(code, int) and code - 128 in set(signal.Signals):
         return f"it was ended by {signal.Signals(code - 128).name}"
     return f"{type(error).__name__}: {error}"

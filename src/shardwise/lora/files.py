@@ -100,6 +100,7 @@ def write_adapter_files(directory: Path, state: Mapping[str, Tensor], config: by
     Raises:
         OSError: a file cannot be written.
     """
+    (directory / ADAPTER_CONFIG).unlink(missing_ok=True)  # an older one must not stand beside new weights
     header = {"format": "pt", "adapter_config": json.dumps(json.loads(config), sort_keys=True)}
     with atomic_file(directory / "adapter_model.safetensors") as partial:
         try:

@@ -210,12 +210,13 @@ class Gradients:
         self._has_noted = False
 
     def note_trained(self, ranks: Sequence[Sequence[int]]) -> None:
-        """Notes which ranks of pp and tp train anything, in rank order, for the step that begins."""
-        tp_size = self.registry.mesh.size("tp")
-        stages = range(len(ranks) // tp_size)
-        self.registry.idle_stages = tuple(
-            stage for stage in stages if not any(trained for (trained,) in ranks[stage * tp_size :][:tp_size])
-        )
+        """Notes which stages train anything, for the step that begins.
+
+        Args:
+            ranks: of every rank of pp and tp, whether it trains anything, and its stage's coord.
+        """
+        trained = {stage for is_trained, stage in ranks if is_trained}
+        self.registry.idle_stages = tuple(sorted({stage for _, stage in ranks} - trained))
         self._has_noted = True
 
     def _note_idle_stages(self) -> None:

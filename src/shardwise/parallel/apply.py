@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.loss.deferred_logits import apply_deferral
@@ -137,13 +138,10 @@ def _convert(job: Job) -> None:
 
 
 def _move(job: Job) -> None:
-    """Moves the model to its device if it is elsewhere: fake tensors cannot be moved. What is on the meta device is
-    loaded to the right one later.
-    """
-    device = job.registry.mesh.device
-    devices = {value.device for value in (*job.model.parameters(), *job.model.buffers())} - {device}
-    if devices and torch.device("meta") not in devices:
-        job.model.to(device)
+    """Moves the model to its device. Fake tensors cannot be moved, and what is on the meta device is loaded later."""
+    tensors = (*job.model.parameters(), *job.model.buffers())
+    if not any(value.is_meta or isinstance(value, FakeTensor) for value in tensors):
+        job.model.to(job.registry.mesh.device)
 
 
 EDITS = (

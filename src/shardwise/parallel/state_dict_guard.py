@@ -87,24 +87,25 @@ def _choose_names(module: nn.Module, state: dict[str, Any], prefix: str, entries
 
 
 def _keep_tied(model: nn.Module) -> None:
-    """Makes names that have one parameter share the last of them after `load_state_dict(assign=True)`, too, which gives
-    each a parameter of its own.
+    """Makes names that have one parameter share the last one that `load_state_dict(assign=True)` has put in its place:
+    it gives each name in the state dict a parameter of its own.
     """
-    tied: list[list[tuple[nn.Module, str]]] = []
+    tied: list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = []
 
     def before(module: nn.Module, *_: Any) -> None:
-        names: dict[int, list[tuple[nn.Module, str]]] = {}
+        names: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for owner in module.modules():
             for name, parameter in owner._parameters.items():
                 if parameter is not None:
-                    names.setdefault(id(parameter), []).append((owner, name))
-        tied[:] = [group for group in names.values() if len(group) > 1]
+                    names.setdefault(parameter, []).append((owner, name))
+        tied[:] = [(parameter, group) for parameter, group in names.items() if len(group) > 1]
 
     def after(module: nn.Module, _: Any) -> None:
-        for group in tied:
-            owner, name = group[-1]
-            for other, alias in group:
-                other._parameters[alias] = owner._parameters[name]
+        for old, group in tied:
+            present = [owner._parameters[name] for owner, name in group]
+            shared = next((parameter for parameter in reversed(present) if parameter is not old), old)
+            for owner, name in group:
+                owner._parameters[name] = shared
         tied.clear()
 
     model.register_load_state_dict_pre_hook(before)

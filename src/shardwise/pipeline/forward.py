@@ -27,7 +27,7 @@ from transformers import Cache
 from shardwise.comm.operations import all_reduce_
 from shardwise.data.batch import TargetWeights, count_targets, find_uneven_targets, split_rows, target_names
 from shardwise.data.media import divide_media
-from shardwise.errors import ShardwiseError, UnsupportedError
+from shardwise.errors import BatchError, ShardwiseError, UnsupportedError
 from shardwise.loss.label_use import may_divide
 from shardwise.optim.gradients import gradients_of
 from shardwise.parameters.registry import Registry, registry_of
@@ -147,7 +147,7 @@ class _Forward:
         mesh, fault = self.registry.mesh, None
         also = {"model.training": self.model.training, "gradients": self.learns, "the model": self.runner.name}
         try:
-            trained = [any(each.requires_grad for each in self.model.parameters())]
+            trained = [any(each.requires_grad for each in self.model.parameters()), mesh.coord("pp")]
             ranks = check_same_batch(self.arguments, self.registry.context, also=also, numbers=trained)
             if self.learns:
                 gradients_of(self.model).note_trained(ranks)
@@ -163,6 +163,11 @@ class _Forward:
         fields = {name: repr(value) for name, value in also.items()}
         single_rows = split_rows(self.arguments, rows, rows) if fault is None and len(self.targets) > 1 else ()
         is_uneven = any(find_uneven_targets(self.model, row) for row in single_rows)
+        if fault is None:
+            try:
+                divide_media(self.model, self.arguments, rows, rows)
+            except BatchError:  # all ranks take the batch whole then
+                is_uneven = True
         numbers = agree_over_data(mesh, fields, fault=fault, numbers=[rows, is_uneven]).wait()
         return tuple(0 if has_uneven else rows for rows, has_uneven in numbers)
 

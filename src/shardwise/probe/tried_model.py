@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 from shardwise.data.batch import split_rows
@@ -74,9 +75,9 @@ def is_small(model: nn.Module) -> bool:
 
 
 def on_cpu(model: Model) -> Model:
-    """Moves a model to the CPU. Leaves one that is there as it is: fake tensors cannot be moved."""
+    """Moves a model to the CPU. Fake tensors cannot be moved."""
     tensors = (*model.parameters(), *model.buffers())
-    return model if all(tensor.device.type == "cpu" for tensor in tensors) else model.cpu()
+    return model if any(isinstance(tensor, FakeTensor) for tensor in tensors) else model.cpu()
 
 
 def build_tried_model(model: PreTrainedModel, **shrinking: Any) -> PreTrainedModel:

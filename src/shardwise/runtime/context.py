@@ -145,7 +145,7 @@ class SplitContext:
         finally:
             self.state = current
 
-    def fork_rng(self, level: str, module: nn.Module, *, replicated: str = "") -> None:
+    def fork_rng(self, level: str, module: nn.Module, *, replicated: str = "", in_parts: bool = False) -> None:
         """From here to `restore_rng(level)` random numbers come from another stream (see [Note: random numbers]).
 
         Args:
@@ -153,6 +153,7 @@ class SplitContext:
             module: what draws them; nothing happens unless it trains and the model has dropout.
             replicated: inside a layer whose stream is rank-local, the name of a replicated stream: the module's,
                 because what several modules of the layer drop must not repeat.
+            in_parts: whether the module is given a part of the sequence, inside of a layer with a stream of its own.
         """
         if not (self.has_dropout and module.training) or level in self.state.random:
             return  # several modules may enter one region, one after another
@@ -162,7 +163,6 @@ class SplitContext:
             seed = generator.initial_seed() - self.tp.coord + _REPLICATED + zlib.crc32(replicated.encode())
         else:
             seed = int(torch.empty((), dtype=torch.int64).random_()) + 1 + self.tp.coord
-            in_parts = "layer" in self.state.random and "full_sequence" not in self.state.random
             around = generator.initial_seed() if in_parts and level == "region" else seed
             self.state.replicated_seed = around - self.tp.coord
         self._fork_rng(level, generator, seed)

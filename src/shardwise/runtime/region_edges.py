@@ -268,7 +268,7 @@ def install_region(
         context.state.sums = check.begin(module, arguments) if check is not None else None
         _enter_inputs(arguments, name, edge, context, residual_inputs, parts)
         if kind != "output":
-            context.fork_rng("region", module)
+            context.fork_rng("region", module, in_parts=stack is not None)
             return
         if context.has_dropout and module.training and (hidden := hidden_name(arguments)) is not None:
             # Router jitter multiplies the hidden states in place, which views that autograd does not track forbid.

@@ -196,14 +196,16 @@ class TrainStep:
         fault, checked = None, None
         try:
             trained = (
-                [any(each.requires_grad for each in self.model.parameters())] if self._pipeline is not None else []
+                [any(each.requires_grad for each in self.model.parameters()), self.mesh.coord("pp")]
+                if self._pipeline is not None
+                else []
             )
             inputs = batch, self.num_microbatches
             ranks = check_same_batch(inputs, self._registry.context, also=described, numbers=trained)
             if self._pipeline is not None:
                 self._gradients.note_trained(ranks)
             checked = self._check(batch)
-        except ShardwiseError as error:
+        except Exception as error:  # noqa: BLE001 - raised on every rank that would wait for this one
             fault = error
         num_tokens, flops = self._sum_over_data(checked, fault, described)
         assert checked is not None
@@ -244,7 +246,7 @@ class TrainStep:
         return _Checked(rows=rows, runs=runs, parts=parts, counts=counts, flops=flops)
 
     def _sum_over_data(
-        self, checked: _Checked | None, fault: ShardwiseError | None, described: Mapping[str, Any]
+        self, checked: _Checked | None, fault: Exception | None, described: Mapping[str, Any]
     ) -> tuple[Count, float | Tensor]:
         """The targets and operations of all data ranks' batches.
 

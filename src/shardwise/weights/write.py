@@ -3,8 +3,8 @@
 # [Note: file by file]
 All files are written to a hidden directory in the target, which is so on the same disk, and flushed. `finish` moves
 them into the target one by one; it touches nothing else but older weights. Last comes what `from_pretrained` looks for
-first: `model.safetensors`, or the index of the shards. Old ones of both are removed before shards are moved, which may
-have the names of old shards: a crash in between leaves no model to load, never parts of two.
+first: `model.safetensors`, or the index of the shards. Old ones of both are removed first: a crash in
+between leaves no model to load, never parts of two.
 """
 
 import json
@@ -249,10 +249,9 @@ class PretrainedWriter:
         for path in moved:
             flush_path(self.staging / path)
         old = [path for path in self._target.iterdir() if _WEIGHTS.fullmatch(path.name)]
-        if len(self.shards.names) > 1:
-            for path in old:
-                if path.name in _ENTRIES:
-                    path.unlink()
+        for path in old:
+            if path.name in _ENTRIES:
+                path.unlink()
         for path in sorted(moved, key=lambda path: path.name in _ENTRIES):
             (self._target / path.parent).mkdir(parents=True, exist_ok=True)
             (self.staging / path).replace(self._target / path)

@@ -38,6 +38,7 @@ class Transparent(nn.Module):
     named_children = _delegated("named_children")
     state_dict = _delegated("state_dict")
     load_state_dict = _delegated("load_state_dict")
+    zero_grad = _delegated("zero_grad")
 
     @property
     def config(self) -> Any:

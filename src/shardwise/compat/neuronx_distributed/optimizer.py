@@ -6,6 +6,7 @@ Models that FSDP2 holds (`FsdpPolicy`) have sharded states with any optimizer.
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -100,6 +101,10 @@ class NeuronZero1Optimizer(NxDOptimizer):
         save_states(
             self.optimizer, _place(output_dir, current_mesh().data_rank), current_mesh(), serially=save_serially
         )
+        if current_mesh().data_rank == 0:  # an earlier save of more data ranks must not be read with this one
+            written = {_place(output_dir, rank) for rank in range(current_mesh().data_size)}
+            for place in set(Path(output_dir).glob(_place("", "*").name)) - written:
+                shutil.rmtree(place)
 
     def load_sharded_state_dict(self, output_dir: str | os.PathLike[str], num_workers_per_step: int = 8) -> None:
         """Reads what `save_sharded_state_dict` wrote, of any number of data ranks; so many ranks at the same time."""
@@ -153,7 +158,9 @@ def save_states(optimizer: torch.optim.Optimizer, place: Path, mesh: Mesh, *, se
     inner = inner_of(optimizer)
     names = _names(optimizer)
     own = {id(parameter): state for parameter, state in inner.state.items()}
-    states = {name: own[id(parameter)] for name, parameter in names.items() if id(parameter) in own}
+    held = {id(parameter) for parameter in _all(inner.param_groups)}
+    # A parameter that no forward has used has no state yet.
+    states = {name: own.get(id(parameter), {}) for name, parameter in names.items() if id(parameter) in held}
     options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     run_in_turns(
         lambda: write_tree({"states": states, "options": options}, place),

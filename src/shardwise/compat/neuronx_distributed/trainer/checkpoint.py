@@ -17,9 +17,9 @@ from torch import nn
 
 from shardwise.api import checkpoints
 from shardwise.checkpoint.background import finish_all_saves as finalize_checkpoint
-from shardwise.checkpoint.store import find_tag, find_tags, root_of
+from shardwise.checkpoint.store import find_tag, find_tags, prune, root_of
 from shardwise.checkpoint.tree import encode_tree
-from shardwise.comm.operations import all_gather_objects
+from shardwise.comm.agree import gather_from_all
 from shardwise.compat.layers.by_hand import adopt_model
 from shardwise.compat.layers.transparent import seen_through
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
@@ -91,6 +91,8 @@ def save_checkpoint(
     model = vars(model).get("model", model) if model is not None else None  # of a NeuronLTModule
     entries = optimizer if isinstance(optimizer, dict) else None
     own = None if isinstance(optimizer, dict) else optimizer
+    if entries is not None and num_kept_ckpts is not None and num_kept_ckpts < 1 and num_kept_ckpts != -1:
+        raise ConfigError(f"num_kept_ckpts is {num_kept_ckpts}", fix="use a positive number, or -1 to keep all")
     lora = getattr(model, "lora_config", None)
     content = _packed(user_content if lora is None else lora.packed(user_content))
     try:
@@ -102,7 +104,7 @@ def save_checkpoint(
             extra=content,
             tag=None if tag is None else str(tag) or None,
             async_save=async_save,
-            keep_last=None if num_kept_ckpts == -1 else num_kept_ckpts,
+            keep_last=None if num_kept_ckpts == -1 or entries is not None else num_kept_ckpts,
         )
     except ConfigError as error:
         said = error.summary.replace("keep_last", "num_kept_ckpts")
@@ -110,6 +112,8 @@ def save_checkpoint(
     if entries is not None:
         place = root_of(path) / pending.wait() / _DICTIONARY
         write_by_rank(entries, place, current_mesh(), by_data_rank=zero1_optimizer)
+        if num_kept_ckpts not in (None, -1) and current_mesh().rank == 0:  # not before this one is complete
+            prune(root_of(path), keep_last=num_kept_ckpts)
     if lora is not None and model is not None:
         lora.export(seen_through(model), path, pending.wait())
 
@@ -167,12 +171,19 @@ def _packed(content: Any) -> Any:
     """What a checkpoint takes: JSON values and tensors as they are, anything else as bytes of rank 0 that `torch.load`
     reads without running code.
 
-    Communicates: for the latter, one gather of a small object over all ranks.
+    Raises:
+        ConfigError: the content of some rank cannot be read without running code, or rank 0 has JSON values and another
+            rank something else. The same on every rank.
+
+    Communicates: one gather of a small object over all ranks.
     """
-    try:
-        encode_tree(content, "user_content", {})
-    except ConfigError:
-        file = io.BytesIO()
+
+    def pack() -> bytes | None:
+        try:
+            encode_tree(content, "user_content", {})
+            return None
+        except ConfigError:
+            file = io.BytesIO()
         try:
             torch.save(content, file)
             _read(file.getvalue())
@@ -181,9 +192,15 @@ def _packed(content: Any) -> Any:
                 f"user_content holds what cannot be read without running code: {one_line(error, limit=200)}",
                 fix="save its state_dict() or numbers, or allow its class by torch.serialization.add_safe_globals",
             ) from error
-        data = all_gather_objects(file.getvalue(), current_mesh().group())[0]  # a set has another order on each rank
-        return {_PICKLED: torch.frombuffer(bytearray(data), dtype=torch.uint8)}
-    return content
+        return file.getvalue()
+
+    packed = gather_from_all(current_mesh().group(), "packing user_content", pack)
+    if all(each is None for each in packed):
+        return content
+    data = packed[0]  # a set has another order on each rank
+    if data is None:
+        raise ConfigError("ranks pass different kinds of user_content", fix="pass the same on every rank")
+    return {_PICKLED: torch.frombuffer(bytearray(data), dtype=torch.uint8)}
 
 
 def _read(data: bytes) -> Any:
