@@ -9,7 +9,10 @@ import torch
 import shardwise
 from tests.families import tiny_batch, tiny_model
 
-pytestmark = [pytest.mark.spawn, pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")]  # PEFT 0.21
+pytestmark = [
+    pytest.mark.spawn,
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+]  # PEFT 0.21
 
 
 def differing(mesh, sequence_parallel):
