@@ -28,7 +28,7 @@ from shardwise.data.batch import (
     split_rows,
 )
 from shardwise.data.media import Runs, divide_media
-from shardwise.errors import BatchError, GradientError, ShardwiseError, UnsupportedError
+from shardwise.errors import BatchError, GradientError, UnsupportedError
 from shardwise.loss.deferred_logits import dropped_output
 from shardwise.loss.label_use import check_label_use, check_model_divides
 from shardwise.mesh import Mesh
