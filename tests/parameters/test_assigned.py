@@ -57,6 +57,21 @@ def assign_full(split, batch):
     split(**batch)
 
 
+def assign_loaded(mesh):
+    """Names of parameters of a loaded model that did not take what was assigned to them."""
+    model = shardwise.load(tiny_model("qwen3").config, mesh)
+    before = shardwise.full_state_dict(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+    after = shardwise.full_state_dict(model)
+    return [name for name, value in after.items() if not torch.equal(value, before[name] * 0.5)]
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "tp2"])
+def test_parameters_of_a_loaded_model_take_what_is_assigned(on_ranks, layout):
+    assert on_ranks(assign_loaded) == [[], []]
+
+
 def surround(mesh):
     """Parts that run alone, copies, files, conversions and torch's optimizers."""
     full, split, batch = pair_of(mesh)

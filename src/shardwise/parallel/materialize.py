@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from shardwise.errors import UnsupportedError
 from shardwise.parallel.construction import Construction
+from shardwise.parameters.assigned import take_assignments
 from shardwise.parameters.canonical import local_tensor
 from shardwise.parameters.registry import Registry, attach_entry
 from shardwise.plan.structure import fqn_of
@@ -49,6 +50,7 @@ def put_tensor(model: nn.Module, registry: Registry, fqn: str, value: Tensor) ->
             continue
         if new is None:
             new = nn.Parameter(entry.wrap(value), requires_grad=old.requires_grad and value.is_floating_point())
+            take_assignments(new)
         module._parameters[own] = new
         attach_entry(module, own, entry)
 

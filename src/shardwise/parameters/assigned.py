@@ -14,7 +14,7 @@ from torch.utils import _foreach_utils
 from shardwise.errors import UnsupportedError
 from shardwise.parameters.registry import DataHandling, find_parameters, parameters_of
 
-__all__ = ["check_assignments"]
+__all__ = ["check_assignments", "take_assignments"]
 
 _DATA: Any = Tensor.data
 
@@ -52,6 +52,12 @@ class _AssignedDTensor(DTensor):
         return DTensor.detach(self).__reduce_ex__(protocol)
 
 
+def take_assignments(parameter: Any) -> None:
+    """Has a `DTensor` take what is assigned to its `data`, or raise."""
+    if type(parameter) is DTensor:
+        parameter.__class__ = _AssignedDTensor
+
+
 def check_assignments(model: nn.Module) -> None:
     """Has parameters of a split model take what is assigned to their `data`, or raise: over the data axes at once, over
     tp alone when the model is next called in training.
@@ -59,9 +65,7 @@ def check_assignments(model: nn.Module) -> None:
     entries = []
     for _, parameter, entry in find_parameters(model):
         entries += [entry] if entry is not None else []
-        known: Any = parameter
-        if type(known) is DTensor:
-            known.__class__ = _AssignedDTensor
+        take_assignments(parameter)
     if any(entry.split is not None and entry.data is not DataHandling.FSDP for entry in entries):
         model.register_forward_pre_hook(_check_shapes, prepend=True)
 
