@@ -12,6 +12,8 @@ from peft import LoraConfig, get_peft_model
 import shardwise
 from shardwise.checkpoint.manifest import read_manifest
 from shardwise.errors import ConfigError, LoadError
+from shardwise.parameters.registry import registry_of
+from shardwise.parameters.source import note_source
 from shardwise.ranks.spawn import spawn
 from shardwise.topology.shape import MeshShape
 from tests.families import rows_of, tiny_batch, tiny_model
@@ -32,6 +34,9 @@ def build(mesh, *, tied=False, adapted=False, lost=False, source=""):
         if parameter.requires_grad:
             parameter.data.mul_(1.5)
     shardwise.parallelize(model, mesh)
+    if source:  # as where Shardwise has read the weights from there itself
+        adapters = {name for name, _ in registry_of(model).entries.items() if "lora_" in name}
+        note_source(model, registry_of(model), drawn=adapters)
     optimizer = shardwise.build_optimizer(model, torch.optim.AdamW, lr=1e-2, eps=1e-6)
     step = shardwise.TrainStep(model, mesh, num_microbatches=2)
 
