@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwise.api import checkpoints
@@ -194,7 +195,8 @@ def _packed(content: Any) -> Any:
             ) from error
         return file.getvalue()
 
-    packed = gather_from_all(current_mesh().group(), "packing user_content", pack)
+    group = dist.group.WORLD if dist.is_initialized() else None  # the model may be split by Shardwise's own functions
+    packed = gather_from_all(group, "packing user_content", pack)
     if all(each is None for each in packed):
         return content
     data = packed[0]  # a set has another order on each rank
