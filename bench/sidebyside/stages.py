@@ -21,6 +21,7 @@ from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan
 from shardwise.runtime.context import SplitContext
 from shardwise.schedule.build import build_schedule
 from shardwise.schedule.drawing import draw_svg
+from shardwise.schedule.timeline import chrome_trace
 from shardwise.stages.model import Stages, Travelling
 from sidebyside.steps import Contender, Size, seconds_of
 
@@ -141,7 +142,7 @@ def _measure_bubble(mesh: shardwise.Mesh, name: str, num_microbatches: int, slee
         most_received=(max(stage.most_received for stage in runner.kept_stages()),),
         in_flight=held,
         svg=draw_svg(found),
-        trace=found.to_chrome_trace(),
+        trace=chrome_trace({"step": found}),
     )
 
 

@@ -12,7 +12,7 @@ from shardwise.errors import ConfigError
 from shardwise.schedule.action import Action, Kind
 from shardwise.schedule.build import build_schedule
 from shardwise.schedule.drawing import describe_schedule, draw_svg, draw_text
-from shardwise.schedule.timeline import timeline
+from shardwise.schedule.timeline import chrome_trace, timeline
 from tests.schedule.strategies import read_schedule, schedules
 
 pytestmark = pytest.mark.pure
@@ -158,6 +158,6 @@ def test_pictures_show_every_action(run):
     svg = ElementTree.fromstring(draw_svg(run))
     tips = [title.text for title in svg.iter("{http://www.w3.org/2000/svg}title") if title.text]
     assert sorted(tip.split(":")[0] for tip in tips) == names
-    events = json.loads(run.to_chrome_trace())["traceEvents"]
+    events = [each for each in json.loads(chrome_trace({"step": run}))["traceEvents"] if each["ph"] == "X"]
     assert sorted(event["name"] for event in events) == names
     assert max(event["ts"] + event["dur"] for event in events) == pytest.approx(1e6 * run.duration)

@@ -13,7 +13,7 @@ from shardwise.errors import ConfigError
 from shardwise.estimate.cuts import schedule_for
 from shardwise.plan.options import ParallelSpec, Precision, Recompute
 from shardwise.schedule.drawing import describe_schedule, draw_svg
-from shardwise.schedule.timeline import timeline
+from shardwise.schedule.timeline import chrome_trace, timeline
 from shardwise.topology.shape import MeshShape
 from shardwise.train.run_config import TrainConfig
 
@@ -115,7 +115,7 @@ def _draw_step(file: Path, shape: MeshShape, spec: ParallelSpec, num_microbatche
     """Draws a step of the pipeline to `file`, and prints it."""
     drawn = timeline(schedule_for(spec.pipeline, shape, num_microbatches))
     try:
-        file.write_text(draw_svg(drawn) if file.suffix == ".svg" else drawn.to_chrome_trace(), encoding="utf-8")
+        file.write_text(draw_svg(drawn) if file.suffix == ".svg" else chrome_trace({"step": drawn}), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--timeline {file} cannot be written", why=error.strerror) from error
     print(f"\n{describe_schedule(drawn)}")

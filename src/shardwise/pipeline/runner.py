@@ -279,7 +279,8 @@ class PipelineRunner:
             return None
         rows: list[list[Span]] = all_gather_objects(self.last_round.spans, self.group)
         start = min(span.start for row in rows for span in row)  # ranks of one machine share a clock
-        return Timeline(self.last_schedule, tuple(tuple(span.since(start) for span in row) for row in rows))
+        moved = (tuple(Span(each.action, each.start - start, each.end - start) for each in row) for row in rows)
+        return Timeline(self.last_schedule, tuple(moved))
 
 
 @contextmanager

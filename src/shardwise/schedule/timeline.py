@@ -1,9 +1,10 @@
 """When every action of a schedule runs: simulated from costs, or measured; and as a Chrome trace."""
 
+import itertools
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -29,10 +30,6 @@ class Span:
         """How long it took."""
         return self.end - self.start
 
-    def since(self, start: float) -> "Span":
-        """The same on a clock that starts then."""
-        return Span(self.action, self.start - start, self.end - start)
-
 
 @dataclass(frozen=True)
 class Timeline:
@@ -55,48 +52,34 @@ class Timeline:
         """The share of the ranks' time that they wait, from 0 to 1."""
         return 1 - sum(span.length for row in self.spans for span in row) / (len(self.spans) * self.duration)
 
-    def to_chrome_trace(self) -> str:
-        """Events for chrome://tracing or Perfetto: a track a rank, a unit of time is a second."""
-        return json.dumps({"traceEvents": list(self.chrome_events())})
-
-    def chrome_events(self, process: int = 0) -> Iterator[dict[str, Any]]:
-        """The events of `to_chrome_trace`, as those of a process."""
-        for rank, row in enumerate(self.spans):
-            for span in row:
-                event = {"ph": "X", "pid": process, "tid": rank}
-                yield {**event, "name": str(span.action), "ts": 1e6 * span.start, "dur": 1e6 * span.length}
-
     def computed(self) -> "Timeline":
-        """The same schedule where every action of a stage takes as long as it does here in the mean, and sending no
-        time: how a measured step would have run if ranks waited for nothing but each other's results.
-        """
-        return timeline(self.schedule, self._means())
-
-    def _means(self) -> dict[Action, float]:
-        found = defaultdict(list)
-        for span in (span for row in self.spans for span in row):
-            found[span.action.stage, span.action.kind].append(span.length)
-        means = {key: statistics.fmean(lengths) for key, lengths in found.items()}
-        return {span.action: means[span.action.stage, span.action.kind] for row in self.spans for span in row}
+        """The timeline in which each action takes the mean time of its stage and kind, and sending takes none."""
+        lengths = defaultdict(list)
+        for span in itertools.chain.from_iterable(self.spans):
+            lengths[span.action.stage, span.action.kind].append(span.length)
+        means = {key: statistics.fmean(each) for key, each in lengths.items()}
+        actions = itertools.chain.from_iterable(self.schedule.actions)
+        return timeline(self.schedule, {action: means[action.stage, action.kind] for action in actions})
 
 
 def chrome_trace(timelines: Mapping[str, Timeline]) -> str:
-    """Events of several timelines for chrome://tracing or Perfetto, each below its name."""
+    """JSON of timelines by name, for chrome://tracing or Perfetto: one track per rank, times in microseconds."""
     events: list[dict[str, Any]] = []
     for process, (name, shown) in enumerate(timelines.items()):
         events.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}})
-        events += shown.chrome_events(process)
+        for rank, span in ((rank, span) for rank, row in enumerate(shown.spans) for span in row):
+            times = {"ts": 1e6 * span.start, "dur": 1e6 * span.length}
+            events.append({"ph": "X", "pid": process, "tid": rank, "name": str(span.action), **times})
     return json.dumps({"traceEvents": events})
 
 
 def timeline(schedule: Schedule, lengths: Mapping[Action, float] | None = None) -> Timeline:
-    """When every action runs if ranks start the next one as soon as its input is there, and sending takes no time.
+    """Simulate a schedule in which ranks start each action as soon as its input exists, and sending takes no time.
 
-    The two of a pair run one after the other, and what they made is sent when both are done, as in torch.
+    As in torch, the two actions of a pair run one after the other, and both outputs are sent when both are done.
 
     Args:
-        lengths: of all actions. By default forwards, gradients of inputs and gradients of weights take as long as each
-            other; torch's stage 0 computes no gradient of its input, and is given the same time all the same.
+        lengths: seconds by action. By default a forward, a gradient of inputs and a gradient of weights take 1 each.
 
     Raises:
         ConfigError: ranks wait for each other and none can go on.
