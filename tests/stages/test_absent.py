@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.errors import UnsupportedError
-from shardwise.stages.absent import Absent, Overwritten, present
+from shardwise.stages.absent import Absent, present
 
 pytestmark = pytest.mark.single
 
@@ -51,7 +51,7 @@ def test_a_bound_value_takes_the_place_of_the_tensor_everywhere():
     x = absent(2, 3)
     kept = {"several": [x, (x, 1)], "copied": copy.deepcopy(x)}
     value = torch.arange(6.0).view(2, 3)
-    x.bind(value)
+    x.value = value
     assert torch.equal(x + 1, value + 1) and torch.equal(F.relu(x), value)
     result = present(kept)
     assert result is kept and result["several"][0] is value and result["several"][1][0] is value
@@ -61,7 +61,7 @@ def test_a_bound_value_takes_the_place_of_the_tensor_everywhere():
 def test_a_tensor_that_something_absent_is_written_into_is_absent_too():
     whole = torch.zeros(3, 4)
     whole[1] = absent(4)
-    assert isinstance(whole, Overwritten) and isinstance(whole.sum(), Absent)
+    assert isinstance(whole, Absent) and isinstance(whole.sum(), Absent)
     mask = absent(3, 4, dtype=torch.bool)
     filled = absent(3, 4).masked_fill_(mask, 0.0)
     assert isinstance(filled, Absent) and filled.shape == (3, 4)

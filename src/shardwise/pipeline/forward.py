@@ -70,7 +70,7 @@ class Pipelined:
     """Mixin: a call from outside runs the whole pipeline (see [Note: a forward through a pipeline])."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's own call; every rank of the pipeline must make it.
+        """Call the model; every rank of the pipeline must call it with the same arguments.
 
         Raises:
             BatchError: ranks were given different arguments.
@@ -83,7 +83,7 @@ class Pipelined:
         """
         model: Any = self
         if torch.compiler.is_compiling():
-            _refuse_compiled(model)
+            self.compile()
         registry = registry_of(model)
         stages: Any = registry.stages
         if stages.current is not None:
@@ -99,13 +99,8 @@ class Pipelined:
         return _Forward(model, runner, registry, args, kwargs).run()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Raises UnsupportedError: no graph can hold a schedule, nor a stage that ends inside of the forward."""
-        _refuse_compiled(self)
-
-
-def _refuse_compiled(model: object) -> None:
-    what = f"a {type(model).__name__} in stages"
-    refuse_compiled(what, why="a stage ends inside of the model's forward, which is no graph")
+        """Raise UnsupportedError: a stage ends inside of the model's forward, so there is no whole graph."""
+        refuse_compiled(f"a {type(self).__name__} in stages", why="a stage ends inside of the model's forward")
 
 
 class _Forward:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from shardwise.comm.operations import all_gather_objects, broadcast_object
+from shardwise.comm.operations import all_gather_objects
 from shardwise.errors import LayoutError, RankError
 from shardwise.parameters.registry import Registry, registry_of
 from shardwise.pipeline.stage import Microbatch, PipelineStage, Round
@@ -38,19 +38,11 @@ class _Line:
 
     Attributes:
         broken: why it is no longer used.
-        number: of the lines of this process, the same on every rank.
     """
 
     group: dist.ProcessGroup | None
-    number: int
     broken: str | None = None
-    num_copies: int = 0
     users: weakref.WeakSet[PipelineRunner] = field(default_factory=weakref.WeakSet)
-
-    @property
-    def name(self) -> str:
-        """The same on every rank of the mesh, and no other line's."""
-        return f"pipeline {self.number}"
 
     def hang_up(self, why: str) -> None:
         """Closes the connections (see [Note: a line of its own])."""
@@ -84,7 +76,6 @@ class PipelineRunner:
     """
 
     asked_outputs: frozenset[str] = frozenset()
-
     num_microbatches: int | None = None
 
     def __init__(self, model: nn.Module, registry: Registry, plan: PipelinePlan, stages: Stages) -> None:
@@ -98,20 +89,19 @@ class PipelineRunner:
         self.group = group
         self._model, self._registry = model, registry
         self._kept: dict[tuple[str, int], tuple[Any, list[PipelineStage]]] = {}
-        self._line = _Line(mesh.new_group("pp"), next(_NUMBERS))
+        self._line = _Line(mesh.new_group("pp"))
         self._line.users.add(self)
-        self.name = str(self._line.number)
+        self.name = str(next(_NUMBERS))
         self.last_round = Round(parts=())
         self.last_schedule: Schedule | None = None
-        self.times_next = self._has_noted = False
+        self.times_next = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineRunner:
         # A copied model runs on the same ranks, over the same line.
         copied = memo[id(self)] = copy.copy(self)
         copied._model, copied._registry, copied.stages = copy.deepcopy((self._model, self._registry, self.stages), memo)
         copied._kept, copied.last_round, copied.last_schedule = {}, Round(parts=()), None
-        self._line.num_copies += 1
-        copied.name = f"copy {self._line.num_copies} of {self._line.number}"
+        copied.name = str(next(_NUMBERS))
         self._line.users.add(copied)
         return copied
 
@@ -163,9 +153,8 @@ class PipelineRunner:
         Returns:
             What the last stage put out, on its rank, where it is kept.
 
-        Communicates: what the stages do (see `PipelineStage`), over the data axes, after the last backward, one
-            reduction of each unit's gradients, and over pp, after the first run with labels, one broadcast of a small
-            object.
+        Communicates: what the stages do (see `PipelineStage`), and over the data axes, after the last backward, one
+            reduction of each unit's gradients.
 
         Raises:
             RankError: an earlier run of this pipeline has failed.
@@ -182,7 +171,6 @@ class PipelineRunner:
             is_timed=is_timed or self.times_next,
         )
         self.times_next = False
-        before = self._before_notes(parts)
         for stage in stages:
             stage.round, stage.has_backward = current, has_backward
             stage.clear_runtime_states()
@@ -192,22 +180,7 @@ class PipelineRunner:
             stage.clear_runtime_states()
             stage.round = Round(parts=())
         self.last_round, self.last_schedule = current, schedule
-        if before is not None:
-            self._share_notes(before)
         return current
-
-    def _before_notes(self, parts: Sequence[Microbatch]) -> dict[str, Any] | None:
-        """The config before the first run with labels; None at others."""
-        config = getattr(self._model, "config", None)
-        if self._has_noted or config is None or parts[0].arguments.get("labels") is None:
-            return None
-        return dict(vars(config))
-
-    def _share_notes(self, before: dict[str, Any]) -> None:
-        """What the forward has noted in the config, which it does where the loss is (`problem_type`), on every rank."""
-        self._has_noted, noted = True, vars(self._model.config)
-        changed = {name: value for name, value in noted.items() if value is not before.get(name)}
-        noted |= broadcast_object(changed, self.group, source=self.last_rank)
 
     def _runtime(self, schedule: Schedule, *, has_backward: bool) -> tuple[Any, list[PipelineStage]]:
         """The runtime for a schedule and its stages, made once."""

@@ -22,17 +22,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.errors import UnsupportedError
 
-__all__ = ["Absent", "present"]
+__all__ = ["FACTORIES", "Absent", "present"]
 
 _aten = torch.ops.aten
 # What they make depends on the shape of what they are given, not on its values: it is present.
-_FACTORIES = frozenset(
-    getattr(_aten, name)
-    for name in (
-        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
-        *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"),
-    )
+FACTORIES = (
+    *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
+    *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"),
 )
+_FACTORIES = frozenset(getattr(_aten, name) for name in FACTORIES)
 _DROPOUTS = frozenset(("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"))
 
 
@@ -62,12 +60,8 @@ class Absent(Tensor):
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Absent:
-        """A contiguous one."""
+        """A contiguous absent tensor of this shape."""
         return cls(torch.empty(tuple(shape), dtype=dtype, device="meta"), device)
-
-    def bind(self, value: Tensor) -> None:
-        """From here on `value` is used in its place."""
-        self.value = value
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -116,19 +110,8 @@ class Absent(Tensor):
         return f"Absent({tuple(self.shape)}, {self.dtype}{', bound' if self.value is not None else ''})"
 
 
-class Overwritten(Tensor):
-    """A tensor into which what is absent was written: from then on it is absent, too."""
-
-    absent: Absent
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        args, kwargs = _changed(Overwritten, lambda each: each.absent, (args, dict(kwargs or {})))
-        return func(*args, **kwargs)
-
-
 def present(value: Any) -> Any:
-    """`value` with what is bound in place of the absent tensors inside; lists and dicts are changed themselves."""
+    """Replace the absent tensors inside `value` by what is bound to them; lists and dicts are changed in place."""
     if isinstance(value, Absent):
         return _bound(value)
     if isinstance(value, dict):
@@ -146,12 +129,13 @@ def present(value: Any) -> Any:
 
 
 def _overwritten(value: Tensor) -> Tensor:
-    """Makes the tensor that `value` is, or is a view of, an absent one."""
+    """Make `value`, and the tensor that it is a view of, absent: an absent tensor was written into it."""
     for each in (value, value._base):
         if each is not None and type(each) is Tensor:
-            absent = Absent(_meta(each), each.device)
-            each.__class__ = Overwritten
-            each.absent = absent  # type: ignore[attr-defined]
+            meta = _meta(each)
+            bound = Absent(meta, each.device)
+            each.__class__ = Absent
+            each.meta, each.value = meta, bound  # type: ignore[attr-defined]
     return value
 
 
@@ -172,8 +156,10 @@ def _changed(kind: type[Tensor], change: Callable[[Any], Any], value: Any) -> An
     return tree_map_only(kind, change, value)
 
 
-def _bound(value: Absent) -> Tensor:
-    return value if value.value is None else value.value
+def _bound(value: Tensor) -> Tensor:
+    while isinstance(value, Absent) and value.value is not None:
+        value = value.value
+    return value
 
 
 def _meta(value: Tensor) -> Tensor:

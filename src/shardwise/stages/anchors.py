@@ -15,17 +15,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.runtime.arguments import argument_names
+from shardwise.stages.absent import FACTORIES
 
 __all__ = ["find_tensor", "is_dropout", "made_by", "named_arguments", "named_tensors", "used_by", "writes"]
 
 _WRITING = frozenset(("__setitem__", "__iadd__", "__imul__", "__isub__", "__itruediv__"))
 _OF_FIRST = frozenset(("type_as", "expand_as", "view_as", "reshape_as"))
-_BY_SHAPE = frozenset(
-    (
-        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
-        *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", "new_tensor"),
-    )
-)
+_BY_SHAPE = frozenset((*FACTORIES, "new_tensor"))
 
 
 def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -262,44 +262,36 @@ def _extrapolate(measured: Mapping[Lengths, Cuts], lengths: Lengths) -> Cuts | N
     if len(measured) < 2:
         return None
     (first, one), (second, other) = list(measured.items())[:2]
-    grown = [new - old for old, new in zip(first, second, strict=True)]
-    further = [new - old for old, new in zip(first, lengths, strict=True)]
-    growing = {(a, b) for a, b in zip(grown, further, strict=True) if a or b}
-    if len(growing) != 1 or not next(iter(growing))[0]:
+    steps = {(b - a, c - a) for a, b, c in zip(first, second, lengths, strict=True)} - {(0, 0)}
+    if len(steps) != 1 or 0 in (step := steps.pop()):
         return None
-    ((by, to),) = growing
-    cuts: Cuts = []
-    for tensors, others in zip(one, other, strict=True):
-        if [replace(each, shape=()) for each in tensors] != [replace(each, shape=()) for each in others]:
-            return None
-        changes = [
-            [new - old for old, new in zip(a.shape, b.shape, strict=True)]
-            for a, b in zip(tensors, others, strict=True)
-            if len(a.shape) == len(b.shape)
+    try:
+        return [
+            tuple(_grown(*pair, *step) for pair in zip(*cuts, strict=True)) for cuts in zip(one, other, strict=True)
         ]
-        if len(changes) != len(tensors) or any(change not in (0, by) for each in changes for change in each):
-            return None
-        cuts.append(
-            tuple(
-                replace(
-                    a, shape=tuple(size + (to if change else 0) for size, change in zip(a.shape, each, strict=True))
-                )
-                for a, each in zip(tensors, changes, strict=True)
-            )
-        )
-    return cuts
+    except ValueError:
+        return None
+
+
+def _grown(old: Travelling, new: Travelling, by: int, to: int) -> Travelling:
+    """Lengthen `old` by `to` in the dims in which `new` is longer by `by`.
+
+    Raises:
+        ValueError: they differ in anything else.
+    """
+    grown = [b - a for a, b in zip(old.shape, new.shape, strict=True)]
+    if replace(new, shape=old.shape) != old or not {0, by}.issuperset(grown):
+        raise ValueError
+    return replace(old, shape=tuple(size + to * bool(each) for size, each in zip(old.shape, grown, strict=True)))
 
 
 def _check_sent(values: Sequence[Tensor], expected: Sequence[Travelling], layer: str) -> None:
-    found = [(tuple(value.shape), value.dtype) for value in values]
-    if any(isinstance(value, Absent) for value in values) or found != [(each.shape, each.dtype) for each in expected]:
-        is_converted = [shape for shape, _ in found] == [each.shape for each in expected]
+    sent = [(tuple(value.shape), value.dtype) for value in values]
+    if any(isinstance(value, Absent) for value in values) or sent != [(each.shape, each.dtype) for each in expected]:
         raise LayoutError(
-            f"what is sent to the stage that begins with {layer} is not what that one expects",
-            why=f"it is {found}, expected was {[(each.shape, each.dtype) for each in expected]}",
-            fix="convert the model before it is split (dtype=...), not afterwards"
-            if is_converted
-            else "use other cuts, or pp1",
+            f"the stage that begins with {layer} expects other tensors than it is sent",
+            why=f"sent: {sent}, expected: {[(each.shape, each.dtype) for each in expected]}",
+            fix="convert the model before it is split (dtype=...), or use other cuts, or pp1",
         )
 
 

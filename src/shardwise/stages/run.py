@@ -316,7 +316,7 @@ class ComputeRun(StageRun):
         for (crossing, absent), value in zip(expected, self.received, strict=True):
             if not isinstance(absent, Absent):
                 raise _not_found(crossing.anchor, 1, 0)
-            absent.bind(value.clone() if crossing.is_written else value)
+            absent.value = value.clone() if crossing.is_written else value
             if crossing.anchor == self.hidden:
                 self._enter_stack(absent)
         for (module, name), own in self.stages.absent.items():
