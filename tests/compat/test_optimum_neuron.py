@@ -15,8 +15,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import shardwise
-from shardwise.api.filling import Filling
 from shardwise.api.prepare import decide
+from shardwise.api.sources import WeightSource
 from shardwise.compat.neuronx_distributed import parallel_layers, parallel_state
 from shardwise.compat.optimum_neuron.distributed import (
     Parallelizer,
@@ -244,7 +244,7 @@ def small_print(mesh, directory):
     found["regular optimizer"] += differing_gradients(own_grads, gradients)
     found["groups"] = [(group["lr"], group["weight_decay"]) for group in moved.param_groups]
 
-    fill, found["at once"] = Filling.fill, {}
+    fill, found["at once"] = WeightSource.fill, {}
     for at_once in (2, 1):
 
         def counted(self, *args, at_once=at_once, **kwargs):
@@ -260,11 +260,11 @@ def small_print(mesh, directory):
             if at_once == 1:
                 Path(f"{directory}/loading-{mesh.rank}").unlink()
 
-        Filling.fill = counted
+        WeightSource.fill = counted
         try:
             model = Parallelizer.parallelize(loaded(), num_local_ranks_per_step=at_once)
         finally:
-            Filling.fill = fill
+            WeightSource.fill = fill
         shardwise_wait(mesh)
         Path(f"{directory}/loading-{mesh.rank}").unlink(missing_ok=True)
         shardwise_wait(mesh)

@@ -1,4 +1,3 @@
-import os
 import resource
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -9,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from shardwise.errors import ConfigError, LoadError
+from shardwise.errors import LoadError
 from shardwise.weights import staging
 from shardwise.weights import write as write_module
 from shardwise.weights.index import CheckpointIndex
@@ -117,10 +116,6 @@ def fail_before_finish(writer: PretrainedWriter) -> None:
     raise KeyError("before finish")
 
 
-def fail_twice(writer: PretrainedWriter) -> None:
-    writer.add("a", torch.zeros(1))
-
-
 def fail_dtype(writer: PretrainedWriter) -> None:
     writer.add("c", torch.zeros(2, dtype=torch.complex128))
 
@@ -133,12 +128,12 @@ def test_a_file_that_lacks_a_tensor_is_not_taken_for_whole(tmp_path: Path) -> No
     tensors = {"a": torch.zeros(4), "b": torch.ones(4)}
     with opened(tmp_path / "out", tensors) as writer:
         writer.add("a", tensors["a"])
-        with pytest.raises(LoadError, match="'b' was planned and not added"):
+        with pytest.raises(LoadError, match="'b' was planned and not written"):
             writer.finish()
-    assert names_in(tmp_path) == []
+    assert names_in(tmp_path / "out") == []
 
 
-@pytest.mark.parametrize("fail", [fail_before_finish, fail_twice, fail_dtype, fail_too_early])
+@pytest.mark.parametrize("fail", [fail_before_finish, fail_dtype, fail_too_early])
 def test_a_failure_leaves_the_target_as_it_was(tmp_path: Path, fail: Callable[[PretrainedWriter], None]) -> None:
     target = tmp_path / "out"
     write(target, {"a": torch.zeros(4), "b": torch.zeros(4)}, max_shard_bytes=16)
@@ -268,11 +263,10 @@ def test_a_symbolic_link_stays_one(tmp_path: Path) -> None:
 
 def test_what_a_writer_refuses(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(LoadError, match="is no directory"):
+    with pytest.raises(LoadError, match="(?s)cannot write to.*File exists"):
         opened(tmp_path / "file", {})
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(LoadError, match="is no directory"):
-        opened(tmp_path / "pipe", {})
+    with pytest.raises(LoadError, match="(?s)cannot write to.*it is a URL"):
+        opened("s3://bucket/out", {})
     (tmp_path / "circle").symlink_to("circle")
     with pytest.raises(LoadError, match="cannot write to"):
         opened(tmp_path / "circle" / "out", {})
@@ -283,7 +277,3 @@ def test_what_a_writer_refuses(tmp_path: Path) -> None:
         opened(tmp_path / "adapter_config.json", {})
     with pytest.raises(LoadError, match="(?s)holds a checkpoint.*would be replaced"):
         opened(tmp_path / "manifest.json", {})
-    with pytest.raises(ConfigError, match="max_shard_bytes is 0"):
-        opened(tmp_path / "out", {}, max_shard_bytes=0)
-    with opened(tmp_path / "out", {}) as writer, pytest.raises(LoadError, match="no tensor"):
-        writer.finish()

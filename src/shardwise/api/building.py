@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.api.checkpoints import fill_model, holds_all
-from shardwise.api.filling import Filling, build_unfilled
 from shardwise.api.prepare import check_options, fingerprint, prepare
+from shardwise.api.sources import SAME_FILES, WeightSource, build_meta
 from shardwise.checkpoint.reader import StoredParts
 from shardwise.comm.agree import agree_on
-from shardwise.errors import ConfigError, LoadError
+from shardwise.errors import LoadError
 from shardwise.lora.files import load_adapter_weights
 from shardwise.mesh import Mesh
 from shardwise.parallel.build import as_dtype
@@ -25,8 +25,6 @@ from shardwise.plan.spec import Plan
 from shardwise.weights.kinds import ADAPTER_CONFIG, check_no_checkpoint
 
 __all__ = ["load", "load_by_spec", "parallelize"]
-
-_Result = TypeVar("_Result")
 
 
 def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
@@ -110,37 +108,28 @@ def load_by_spec(  # noqa: PLR0913 - what `load` takes
     check_options(mesh.shape, spec)
     reads = checkpoint is None or not holds_all(checkpoint)
 
-    def build() -> tuple[tuple[PreTrainedModel, Filling, Any], dict[str, str]]:
+    def build() -> tuple[tuple[PreTrainedModel, WeightSource, Any], dict[str, str]]:
         _check_source(source, adapter, options)
-        model, filling = build_unfilled(source, auto_class, dtype=dtype, options=options, reads=reads)
-        wrapped: Any = model if adapter is None else filling.inject(model, adapter)
+        model, values = build_meta(source, auto_class, dtype=dtype, options=options, reads=reads)
+        wrapped: Any = model if adapter is None else values.inject(model, adapter)
         config = getattr(model, "generation_config", None)
-        values = config.to_dict() if config is not None else {}
-        generation = {f"the generation config's {key}": repr(value) for key, value in values.items()}
-        return (model, filling, wrapped), {"the seed": str(seed), **generation, **filling.describe()}
+        generation = {
+            f"the generation config's {key}": repr(value)
+            for key, value in (config.to_dict().items() if config is not None else ())
+        }
+        return (model, values, wrapped), {"the seed": str(seed), **generation, **values.describe()}
 
-    model, filling, wrapped = _agree(mesh, build, doing="building the model")
-    with filling:
-        registry = prepare(wrapped, mesh, spec)
+    model, values, wrapped = agree_on(mesh.group(), build, doing="building the model", **SAME_FILES)
+    registry = prepare(wrapped, mesh, spec)
 
-        def load_values() -> tuple[None, dict[str, str]]:
-            filling.fill(model, registry, seed=seed)
-            read = load_adapter_weights(wrapped, adapter) if isinstance(adapter, str | os.PathLike) else {}
-            return None, {f"the adapter's {key}": fingerprint(value) for key, value in read.items()}
+    def load_values() -> tuple[None, dict[str, str]]:
+        values.fill(model, registry, seed=seed)
+        read = load_adapter_weights(wrapped, adapter) if isinstance(adapter, str | os.PathLike) else {}
+        return None, {f"the adapter's {key}": fingerprint(value) for key, value in read.items()}
 
-        fill_model(wrapped, checkpoint, lambda: _agree(mesh, load_values, doing="loading"))
+    fill_model(wrapped, checkpoint, lambda: agree_on(mesh.group(), load_values, doing="loading", **SAME_FILES))
+    values.close()
     return wrapped
-
-
-def _agree(mesh: Mesh, make: Callable[[], tuple[_Result, Mapping[str, str]]], *, doing: str) -> _Result:
-    """`agree_on`: files that ranks read alike may be others on one machine, or of another revision of the hub's."""
-    return agree_on(
-        mesh.group(),
-        make,
-        doing=doing,
-        what="the ranks load different models",
-        fix="load the same files on every rank: from a directory that all machines share, or a pinned revision",
-    )
 
 
 def _check_source(source: Any, adapter: Any, options: Mapping[str, Any]) -> None:
@@ -149,10 +138,6 @@ def _check_source(source: Any, adapter: Any, options: Mapping[str, Any]) -> None
         check_no_checkpoint(adapter, what="an adapter")
     if isinstance(source, PreTrainedConfig):
         return
-    if not isinstance(source, str | os.PathLike) or isinstance(os.fspath(source), bytes):
-        raise ConfigError(
-            f"a model cannot be loaded from {source!r:.100}", fix="pass a directory or a hub id, as a str, or a config"
-        )
     directory = Path(source) / (options.get("subfolder") or "")
     check_no_checkpoint(directory)
     if adapter is None and os.path.isfile(directory / ADAPTER_CONFIG):  # noqa: PTH113 - pathlib raises: a name too long

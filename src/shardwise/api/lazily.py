@@ -7,12 +7,11 @@ While some thread loads lazily, a function stands in the place of `from_pretrain
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MethodType
@@ -23,17 +22,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from shardwise.api.filling import Filling, build_unfilled
+from shardwise.api.sources import SOURCE, WeightSource, build_meta
 from shardwise.errors import UnsupportedError
 from shardwise.parallel.build import read_class_config
 from shardwise.weights.locate import HUB_OPTIONS
 
-__all__ = ["FILLING", "build_lazily", "loading_lazily"]
+__all__ = ["build_lazily", "loading_lazily"]
 
-Place = str | os.PathLike[str]
-
-FILLING = "_shardwise_filling"
-"""The attribute of a model that keeps what will fill it."""
 _IS_LAZY: ContextVar[bool] = ContextVar("_shardwise_is_lazy", default=False)
 
 _NEEDLESS = frozenset(
@@ -45,24 +40,13 @@ _NEEDLESS = frozenset(
 )
 """Options of `from_pretrained` that say how weights are read, which happens otherwise here."""
 
-_REFUSED = {
-    "device_map": "each rank keeps its part on its own device",
-    "max_memory": "each rank keeps its part on its own device",
-    "offload_folder": "each rank keeps its part on its own device",
-    "quantization_config": "quantized weights cannot be split yet",
-    "load_in_8bit": "quantized weights cannot be split yet",
-    "load_in_4bit": "quantized weights cannot be split yet",
-    "gguf_file": "only safetensors are read by parts",
-    "state_dict": "its tensors are in memory already",
-    "fusion_config": "it replaces modules",
-    "use_kernels": "they replace modules",
-    "kernel_config": "they replace modules",
-    "tp_plan": "two libraries would split one model",
-    "tp_size": "two libraries would split one model",
-    "device_mesh": "two libraries would split one model",
-    "distributed_config": "two libraries would split one model",
-}
-"""Options of `from_pretrained` that a model which is to be split cannot have, and why."""
+_REFUSED = frozenset(
+    """
+    device_map max_memory offload_folder quantization_config load_in_8bit load_in_4bit gguf_file state_dict
+    fusion_config use_kernels kernel_config tp_plan tp_size device_mesh distributed_config
+    """.split()  # noqa: SIM905
+)
+"""Options of `from_pretrained` that a model which is to be split cannot have."""
 
 
 class _Patch:
@@ -71,7 +55,6 @@ class _Patch:
     def __init__(self) -> None:
         self._lock, self._number = threading.Lock(), 0
         self._before: Any = None
-        self._own: Any = None
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -79,27 +62,20 @@ class _Patch:
             self._number += 1
             if self._number == 1:
                 self._before = PreTrainedModel.__dict__["from_pretrained"]
-                self._own = classmethod(_choosing_by_caller(self._before))
-                PreTrainedModel.from_pretrained = self._own
+                PreTrainedModel.from_pretrained = classmethod(self._from_pretrained)
         try:
             yield
         finally:
             with self._lock:
                 self._number -= 1
-                if self._number == 0 and PreTrainedModel.__dict__["from_pretrained"] is self._own:
+                if self._number == 0:
                     PreTrainedModel.from_pretrained = self._before
+
+    def _from_pretrained(self, cls: Any, *args: Any, **options: Any) -> Any:
+        return (build_lazily if _IS_LAZY.get() else self._before.__func__)(cls, *args, **options)
 
 
 _PATCH = _Patch()
-
-
-def _choosing_by_caller(before: Any) -> Callable[..., Any]:
-    @functools.wraps(before.__func__)
-    def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *args: Any, **options: Any) -> Any:
-        chosen = build_lazily if _IS_LAZY.get() else before.__func__
-        return chosen(cls, pretrained_model_name_or_path, *args, **options)
-
-    return from_pretrained
 
 
 class _MetaModules(TorchFunctionMode):
@@ -128,7 +104,11 @@ def loading_lazily() -> Iterator[None]:
 
 
 def build_lazily(
-    cls: Any, pretrained_model_name_or_path: Place, *model_args: Any, config: Any = None, **options: Any
+    cls: Any,
+    pretrained_model_name_or_path: str | os.PathLike[str],
+    *model_args: Any,
+    config: Any = None,
+    **options: Any,
 ) -> Any:
     """What `cls.from_pretrained` returns, on the meta device: `split_lazily` reads its weights, each rank its part.
 
@@ -145,62 +125,42 @@ def build_lazily(
         LoadError: there are no weights, or they do not fit.
         UnsupportedError: an option cannot be had for a model that is to be split.
     """
-    source = pretrained_model_name_or_path
-    refused = [name for name in options if name in _REFUSED and options[name] not in (None, False, {}, "")]
-    if refused:
-        name = refused[0]
-        raise UnsupportedError(f"{name} of a model that is loaded by parts", why=_REFUSED[name], fix="leave it out")
-    options = {name: value for name, value in options.items() if name not in _REFUSED and name not in _NEEDLESS}
+    place = pretrained_model_name_or_path
+    for name in _REFUSED & options.keys():
+        if options[name] not in (None, False, {}, ""):
+            why = "each rank reads its part of plain safetensors onto its own device when the model is split"
+            raise UnsupportedError(f"{name} of a model that is loaded by parts", why=why, fix="leave it out")
+    options = {name: value for name, value in options.items() if name not in _REFUSED | _NEEDLESS}
     wants_info, generation = options.pop("output_loading_info", False), options.pop("generation_config", None)
-    dtypes = [options.pop(name, None) for name in ("dtype", "torch_dtype")]
+    other_name = options.pop("torch_dtype", None)
+    dtype = options.pop("dtype", None) or other_name
     where = {name: value for name in HUB_OPTIONS if (value := options.pop(name, None)) not in (None, "")}
-    config, options = read_class_config(cls.config_class, source, config, where, options)
+    config, options = read_class_config(cls.config_class, place, config, where, options)
     names = list(inspect.signature(cls.__init__).parameters)[2:]
     options |= dict(zip(names, model_args, strict=False))
     options = {"allow_missing": True, "allow_unused": True, **options, **where}
-    model, filling = build_unfilled(
-        source, cls, config=config, dtype=next((each for each in dtypes if each is not None), None), options=options
-    )
-    assert filling.index is not None
-    assert filling.found is not None
+    model, source = build_meta(place, cls, config=config, dtype=dtype, options=options)
+    index, found = source.index, source.found
+    assert index is not None
+    assert found is not None
     if generation is not None:
         model.generation_config = generation
-    _attach_filling(model, filling)
-    model._weight_map = {
-        fqn: filling.index[each.keys[0]].path for fqn, each in filling.found.tensors.items() if each.keys
-    }
-    mismatched = {(fqn, *shapes) for fqn, shapes in filling.found.mismatched.items()}
+    model.__dict__[SOURCE] = source
+    model.__dict__["resize_token_embeddings"] = MethodType(_resize, model)
+    model._weight_map = {fqn: index[each.keys[0]].path for fqn, each in found.tensors.items() if each.keys}
     info = {
-        "missing_keys": set(filling.found.missing),
-        "unexpected_keys": set(filling.found.unexpected),
-        "mismatched_keys": mismatched,
+        "missing_keys": set(found.missing),
+        "unexpected_keys": set(found.unexpected),
+        "mismatched_keys": {(fqn, *shapes) for fqn, shapes in found.mismatched.items()},
         "error_msgs": [],
     }
     return (model, info) if wants_info else model
 
 
-def _attach_filling(model: PreTrainedModel, filling: Filling) -> None:
-    """Attaches `filling` to the model, and makes what cannot be done on the meta device possible, or an error."""
-    model.__dict__[FILLING] = filling
-    model.__dict__["resize_token_embeddings"] = MethodType(_resize, model)
-    model.register_load_state_dict_pre_hook(_refuse_state)
-
-
 def _resize(model: Any, *args: Any, **kwargs: Any) -> Any:
     """As the model's own, with embedding and head read in full first."""
-    filling: Filling = model.__dict__[FILLING]
+    source: WeightSource = model.__dict__[SOURCE]
     ends = [each for each in (model.get_input_embeddings(), model.get_output_embeddings()) if each is not None]
     own = {id(value) for end in ends for value in end.parameters() if value.is_meta}
-    filling.read_full(model, own, seed=torch.initial_seed())
+    source.read_full(model, own, seed=torch.initial_seed())
     return type(model).resize_token_embeddings(model, *args, **kwargs)
-
-
-def _refuse_state(module: Any, state: Mapping[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
-    waits = module.__dict__.get(FILLING) is not None and not metadata.get("assign_to_params_buffers")
-    meta = {f"{prefix}{name}" for name, value in module.named_parameters() if value.is_meta} if waits else set()
-    if lost := sorted(meta.intersection(state)):
-        raise UnsupportedError(
-            f"loading {lost[0]} into a model whose weights are read when it is split",
-            why="it is on the meta device, which keeps no values",
-            fix="load the state after the split, or build the model outside of lazy loading",
-        )

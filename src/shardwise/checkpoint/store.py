@@ -17,7 +17,7 @@ from typing import Any
 from shardwise.checkpoint.manifest import INDEX, MANIFEST, Manifest, read_manifest
 from shardwise.errors import ConfigError, LoadError, did_you_mean
 from shardwise.weights.kinds import describe_kind
-from shardwise.weights.staging import find_asides, is_url, leftovers, real_path
+from shardwise.weights.staging import find_asides, is_url, leftovers
 
 __all__ = [
     "LATEST",
@@ -69,7 +69,7 @@ def root_of(path: Any) -> Path:
 @contextmanager
 def writing(root: Path) -> Iterator[None]:
     """Waits until nothing of this process writes to `root`, and keeps it so during the block. On one rank of a job."""
-    with _WRITING.setdefault(real_path(root), threading.Lock()):
+    with _WRITING.setdefault(root.resolve(), threading.Lock()):
         yield
 
 
@@ -158,7 +158,7 @@ def lock(root: Path) -> None:
         OSError: `root` cannot be made or written to.
     """
     root.mkdir(parents=True, exist_ok=True)
-    place = real_path(root) / _LOCK
+    place = root.resolve() / _LOCK
     held = _LOCKS.get((os.getpid(), place))
     if held is not None:
         if place.exists() and os.path.samestat(os.fstat(held), place.stat()):

@@ -5,19 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from shardwise.errors import ConfigError, LoadError, did_you_mean
+from shardwise.weights.staging import disk_errors
 
 __all__ = [
     "DataSource",
     "Encoder",
     "dataset_source",
     "digest",
-    "disk_errors",
     "file_source",
     "find_files",
     "json_lines",
@@ -69,12 +68,10 @@ def find_files(path: Path, include: Sequence[str]) -> tuple[Path, ...]:
     Raises:
         LoadError: there is no such path, or no file matches.
     """
-    try:
+    with disk_errors(f"cannot read {path}"):  # a name too long, a directory that one may not look into
         if path.is_file():
             return (path,)
         is_dir = path.is_dir()
-    except OSError as error:  # a name too long, a directory that one may not look into
-        raise LoadError(f"cannot read {path}", why=error.strerror) from error
     if not is_dir:
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         raise LoadError(
@@ -190,17 +187,6 @@ def dataset_source(rows: Any, *, text_key: str) -> DataSource[str | None]:
             on_progress(number + 1)
 
     return DataSource(fingerprint=digest("dataset", text_key, str(rows._fingerprint)), size=len(rows), read=read)
-
-
-@contextmanager
-def disk_errors(summary: str, *, fix: str | None = None) -> Iterator[None]:
-    """Says of what the disk refuses in the block what it was for."""
-    try:
-        yield
-    except LoadError:
-        raise
-    except OSError as error:
-        raise LoadError(summary, why=str(error.strerror), fix=fix) from error
 
 
 def text_batches(texts: Iterator[str | None]) -> Iterator[list[str | None]]:

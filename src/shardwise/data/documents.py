@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.data.corpus import DataSource, Encoder, digest, disk_errors, text_batches
+from shardwise.data.corpus import DataSource, Encoder, digest, text_batches
 from shardwise.errors import LoadError
-from shardwise.weights.staging import atomic_file
+from shardwise.weights.staging import atomic_file, disk_errors
 
 __all__ = ["Document", "Documents", "documents_path", "read_documents", "text_documents", "write_documents"]
 

@@ -14,8 +14,9 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from shardwise.errors import ConfigError, LoadError, UnsupportedError, one_line
-from shardwise.weights.kinds import check_no_checkpoint, reading
+from shardwise.weights.kinds import check_no_checkpoint
 from shardwise.weights.locate import HUB_OPTIONS, locate_source
+from shardwise.weights.staging import disk_errors
 
 __all__ = [
     "as_dtype",
@@ -117,7 +118,7 @@ def _check_file(source: str | os.PathLike[str], where: dict[str, Any]) -> None:
         if directory is None:
             return
         path = directory / (where.get("subfolder") or "") / "config.json"
-    with reading(path):
+    with disk_errors(f"cannot read {path}"):
         if path.exists():
             return
     check_no_checkpoint(source)

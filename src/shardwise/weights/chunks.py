@@ -64,22 +64,17 @@ class ChunkedIndex(CheckpointIndex):
 
     def _to_sample(self) -> set[str]:
         """Two: a chunk may have to be read whole."""
-        held = sorted(
-            (key for key, each in self._tensors.items() if each.chunks), key=lambda key: volume(self._box(key))
-        )
+        sizes = {key: volume(each.chunks[0].box) for key, each in self._tensors.items() if each.chunks}
+        held = sorted(sizes, key=sizes.__getitem__)
         return {held[0], held[len(held) // 2]} if held else set()
-
-    def _box(self, key: str) -> Box:
-        return self._tensors[key].chunks[0].box
 
     def _mapped_part(self, key: str) -> Tensor:
         return _read(self._tensors[key].chunks[0], key)
 
     def map_tensor(self, key: str) -> Tensor:
         """`key` in memory."""
-        entry = self[key]
-        full = torch.empty(entry.shape, dtype=entry.dtype)
-        self.node(key).fill(full_box(entry.shape), full)
+        full = torch.empty(self[key].shape, dtype=self[key].dtype)
+        self.node(key).fill(full_box(full.shape), full)
         return full
 
 
@@ -101,14 +96,9 @@ class _Chunked(StoredTensor):
 
 def _read(chunk: Chunk, key: str) -> Tensor:
     found = chunk.read()
-    expected = shape_of(chunk.box)
-    if tuple(found.shape) != expected:
-        raise LoadError(
-            f"a part of {key} has shape {list(found.shape)}, not {list(expected)}",
-            at=str(chunk.path),
-            why="the checkpoint says so elsewhere",
-            fix="copy the files again",
-        )
+    if tuple(found.shape) != shape_of(chunk.box):
+        what = f"a part of {key} has shape {list(found.shape)}, not {list(shape_of(chunk.box))}"
+        raise LoadError(what, at=str(chunk.path), fix="copy the files again")
     return found
 
 
@@ -117,14 +107,14 @@ def _checked(key: str, tensor: ChunkedTensor, location: str) -> ChunkedTensor:
     chunks = list({chunk.box: chunk for chunk in tensor.chunks}.values())
     full = full_box(tensor.shape)
     boxes = [chunk.box for chunk in chunks if volume(chunk.box)]
-    has_strays = any(len(box) != len(full) or intersect(box, full) != box for box in boxes)
-    overlap = None if has_strays else find_overlap(boxes)
+    is_inside = all(len(box) == len(full) and intersect(box, full) == box for box in boxes)
+    overlap = find_overlap(boxes) if is_inside else None
     held = sum(map(volume, boxes))
-    if has_strays or overlap is not None or held != volume(full):
+    if not is_inside or overlap is not None or held != volume(full):
         raise LoadError(
             f"{key} is not complete: its {len(chunks)} parts hold {held:,} of {volume(full):,} elements",
             at=location,
-            why=f"parts overlap: {overlap}" if overlap is not None else "some parts are missing, or were not written",
+            why="some parts are missing, or were not written" if overlap is None else f"parts overlap: {overlap}",
             fix="copy the files again; what DCP's safetensors writer loses of a tensor held in several boxes is gone",
         )
     return ChunkedTensor(tensor.dtype, tensor.shape, chunks)

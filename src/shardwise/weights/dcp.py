@@ -56,7 +56,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _KNOWN:
-            raise LoadError(f"names {module}.{name}", why="only DCP's own classes are admitted: it could run anything")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, and only DCP's own classes are admitted")
         return _KNOWN[module, name]
 
 
@@ -73,16 +73,10 @@ def open_dcp(directory: Path) -> ChunkedIndex:
         tensors, places = dict(found.state_dict_metadata), dict(found.storage_data)
         names = _model_names(tensors, found.planner_data)
         chunked = {name: _chunked(key, tensors[key], places, directory) for key, name in names.items()}
-    except LoadError as error:
-        error.summary = f"{path.name} {error.summary}" if error.at is None else error.summary
-        error.at = error.at or str(path)
+    except UnsupportedError:
         raise
     except Exception as error:  # a damaged pickle fails in any way
-        raise LoadError(
-            f"{path.name} cannot be read", at=str(path), why=repr(error)[:300], fix="copy the file again"
-        ) from error
-    if not chunked:
-        raise LoadError(f"{path.name} lists no tensors", at=str(path))
+        raise LoadError(f"{path.name} cannot be read", at=str(path), why=str(error)[:300]) from error
     return ChunkedIndex(chunked, str(directory))
 
 
@@ -103,7 +97,7 @@ def _chunked(key: str, tensor: Any, places: Mapping[Any, Any], directory: Path) 
         place = places[metadata.MetadataIndex(key, chunk.offsets)]
         path = directory / place.relative_path
         if Path(place.relative_path).name != place.relative_path:
-            raise LoadError(f"leads out of its directory: {place.relative_path}", at=str(directory / ".metadata"))
+            raise LoadError(f"it leads out of its directory: {place.relative_path}")
         if getattr(place, "transform_descriptors", None):
             raise UnsupportedError(f"{path.name} is written with {place.transform_descriptors}", at=str(path))
         read = functools.partial(_read_slice, key, path, int(place.offset), int(place.length))
@@ -116,13 +110,9 @@ def _read_slice(key: str, path: Path, offset: int, length: int) -> Tensor:
         with path.open("rb") as file:
             file.seek(offset)
             content = file.read(length)
-        found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise LoadError(f"cannot read {path.name}", at=str(path), why=str(error)) from error
+        found: Tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # torch's reader fails in many ways
         raise LoadError(f"{key} cannot be read from {path.name}", at=str(path), why=str(error)[:300]) from error
-    if not isinstance(found, Tensor):
-        raise LoadError(f"{path.name} holds a {type(found).__name__} where {key} should be", at=str(path))
     return found
 
 
@@ -143,11 +133,13 @@ def open_sharded_safetensors(directory: Path) -> ChunkedIndex:
                 start = places.get(key, {}).get("saved_offsets", [0] * tensor.ndim)
                 dtypes[key] = tensor.dtype
                 chunks.setdefault(key, []).append(Chunk.of(tensor, _box(start, tensor.shape), path))
-        except (SafetensorError, OSError, ValueError, AttributeError, TypeError) as error:
+        except (SafetensorError, OSError, ValueError) as error:
             raise LoadError(f"{path.name} is not a usable safetensors file", at=str(path), why=str(error)) from error
-    shapes = {key: tuple(max(ends) for ends in zip(*([stop for _, stop in c.box] for c in each), strict=False))
-              for key, each in chunks.items()}  # fmt: skip
-    return ChunkedIndex({key: ChunkedTensor(dtypes[key], shapes[key], chunks[key]) for key in chunks}, str(directory))
+    tensors = {}
+    for key, found in chunks.items():
+        stops = zip(*([stop for _, stop in chunk.box] for chunk in found), strict=True)
+        tensors[key] = ChunkedTensor(dtypes[key], tuple(map(max, stops)), found)
+    return ChunkedIndex(tensors, str(directory))
 
 
 def _box(offsets: Iterable[int], sizes: Iterable[int]) -> Box:

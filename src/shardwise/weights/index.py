@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from shardwise.errors import LoadError, did_you_mean
+from shardwise.errors import LoadError
 from shardwise.sharding.boxes import Box, shape_of
-from shardwise.weights.kinds import reading
 from shardwise.weights.locate import CheckpointFiles, locate_files
 from shardwise.weights.nodes import StoredTensor
+from shardwise.weights.staging import disk_errors
 from shardwise.weights.tensor_file import bytes_of
 
 __all__ = ["CheckpointIndex", "TensorEntry"]
@@ -57,22 +57,8 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
             for key in file.keys():  # noqa: SIM118 - it is no mapping
                 tensor = file.get_tensor(key)
                 entry = TensorEntry(path, tensor.dtype, tuple(tensor.shape))
-                if key in self._entries:
-                    self._check_copy(key, tensor, entry)
                 if key not in self._entries or named.get(key) == path.name:
                     self._mapped[key], self._entries[key] = tensor, entry
-
-    def _check_copy(self, key: str, tensor: torch.Tensor, entry: TensorEntry) -> None:
-        """Raises unless a tensor that another file holds, too, is the same in both."""
-        other = self._entries[key]
-        if (other.dtype, other.shape) == (entry.dtype, entry.shape) and bytes_of(self._mapped[key]) == bytes_of(tensor):
-            return
-        raise LoadError(
-            f"{key} is in {other.path.name} and, with other values, in {entry.path.name}",
-            at=str(entry.path),
-            why="nothing says which of them is the model's",
-            fix="copy or download all shards of one save again",
-        )
 
     @classmethod
     def open(cls, path_or_hub_id: str | os.PathLike[str], **options: Any) -> "CheckpointIndex":
@@ -137,11 +123,6 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
 
         Never write to it, and drop it soon: it keeps the file mapped.
         """
-        entry = self._entries.get(key)
-        if entry is None:
-            raise LoadError(f"the checkpoint has no {key!r}{did_you_mean(key, self._entries)}", at=self.location)
-        if key not in self._mapped:
-            raise LoadError(f"the checkpoint {self.location} is closed", at=str(entry.path))
         return self._mapped[key]
 
     def count(self, nbytes: int) -> None:
@@ -180,31 +161,24 @@ def _sampled(tensor: torch.Tensor, most: int) -> int:
 
 
 def _open(path: Path) -> Any:
+    with disk_errors(f"cannot read {path.name}"), path.open("rb") as file:
+        is_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
+    if is_pointer:
+        raise LoadError(
+            f"{path.name} is a pointer of Git LFS",
+            at=str(path),
+            why="it names the file that belongs here",
+            fix="fetch it with `git lfs pull`, or download it again",
+        )
     try:
-        with reading(path), path.open("rb") as file:  # safetensors says that a file which it may not read is not there
-            beginning = file.read(len(_LFS_POINTER))
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        if beginning == _LFS_POINTER:
-            raise LoadError(
-                f"{path.name} is a pointer of Git LFS",
-                at=str(path),
-                why="it names the file that belongs here",
-                fix="fetch it with `git lfs pull`, or download it again",
-            ) from error
-        why = str(error).removeprefix("Error while deserializing header: ")
-        if "covered" in why:
-            why += f" (it has {path.stat().st_size} bytes: cut short, or goes on after them)"
         raise LoadError(
             f"{path.name} is not a usable safetensors file",
             at=str(path),
-            why=why,
+            why=str(error),
             fix="copy or download the file again",
         ) from error
-    except LoadError:
-        raise
-    except OSError as error:
-        raise LoadError(f"cannot read {path.name}", at=str(path), why=str(error)) from error
 
 
 def _check_weight_map(files: CheckpointFiles, entries: Mapping[str, TensorEntry]) -> None:

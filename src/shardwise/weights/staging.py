@@ -16,34 +16,38 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from shardwise.errors import LoadError
+
 __all__ = [
     "StagedDirectory",
     "aside_of",
     "atomic_file",
+    "disk_errors",
     "find_asides",
     "flush_path",
     "is_url",
     "leftovers",
-    "real_path",
 ]
 
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.partial")
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _ASIDE = re.compile(r"\.(?P<name>.+)\.replaced")
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` names a place that no file system has: pathlib would make directories `s3:`, `bucket` of it."""
-    text = str(path)
-    scheme, _, _ = text.partition(":/")
-    return "://" in text or (_SCHEME.match(text) is not None and not os.path.isdir(f"{scheme}:"))  # noqa: PTH112
+    """Whether `path` is a URL, of which pathlib would make directories `s3:` and `bucket`."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) is not None
 
 
-def real_path(path: Path) -> Path:
-    """`path` without symbolic links. A circle of links stays in it: `Path.resolve` raises a RuntimeError there, in some
-    versions of Python.
-    """
-    return Path(os.path.realpath(path))
+@contextmanager
+def disk_errors(summary: str, *, fix: str | None = None) -> Iterator[None]:
+    """Raises `LoadError(summary)` for an `OSError` in the block."""
+    try:
+        yield
+    except LoadError:
+        raise
+    except OSError as error:
+        at = error.filename if isinstance(error.filename, str) else None
+        raise LoadError(summary, at=at, why=error.strerror or str(error), fix=fix) from error
 
 
 @contextmanager
@@ -75,7 +79,7 @@ class StagedDirectory:
     """
 
     def __init__(self, target: Path) -> None:
-        self.target = real_path(target)
+        self.target = target.resolve()
         self.path = self.target.with_name(f".{self.target.name}.{uuid.uuid4().hex}.partial")
         self.path.mkdir(parents=True)
 
@@ -123,8 +127,6 @@ def leftovers(parent: Path) -> list[Path]:
 
 def flush_path(path: Path) -> None:
     """Flushes a file, or the names in a directory, to disk."""
-    if path.is_symlink():
-        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -13,20 +13,21 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from shardwise.errors import ConfigError, LoadError, ShardwiseError, one_line
+from shardwise.errors import LoadError, ShardwiseError, one_line
 from shardwise.weights.kinds import ADAPTER_CONFIG
-from shardwise.weights.staging import flush_path, is_url
+from shardwise.weights.staging import disk_errors, flush_path, is_url
 from shardwise.weights.tensor_file import TensorFileWriter
 
 __all__ = ["Planned", "PlannedShards", "PretrainedWriter", "check_target"]
 
 Planned = tuple[str, torch.dtype, Sequence[int]]
+"""Name, dtype and shape of a tensor."""
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 _ENTRIES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
@@ -34,12 +35,11 @@ _STAGING = ".shardwise-export-"
 
 
 class PlannedShards:
-    """The shards of a directory under way, of which is known before what they will hold: tensors are written as they
-    come, those of one shard in its order. Several processes may each write some of the shards.
+    """The shards of an export under way. Several processes may each write some of them, each shard's tensors in order.
 
     Args:
-        staging: the directory.
-        planned: name, dtype and shape of every tensor, in order.
+        staging: the directory that holds them.
+        planned: every tensor, in order.
         max_shard_bytes: of tensors per file; a larger tensor has a file to itself.
 
     Attributes:
@@ -60,49 +60,40 @@ class PlannedShards:
             held += nbytes
             self.total_bytes += nbytes
         self.names = [[each[0] for each in shard] for shard in self._planned]
-        self._places = {name: number for number, names in enumerate(self.names) for name in names}
+        self._shards = {name: number for number, names in enumerate(self.names) for name in names}
         self._files: dict[int, tuple[TensorFileWriter, list[Planned]]] = {}
 
     def shard_of(self, name: str) -> int:
         """The number of the shard that holds a tensor."""
-        return self._places[name]
+        return self._shards[name]
 
     def path(self, number: int) -> Path:
         """Where a shard is until it has its name."""
         return self._staging / f".shard-{number}"
 
-    def missing(self) -> list[str]:
-        """The first tensor that each shard lacks; of those that other processes write, only whether they are there."""
-        found = []
-        for number, shard in enumerate(self._planned):
-            left = self._files[number][1] if number in self._files else [] if self.path(number).exists() else shard
-            found += [name for name, _, _ in left[:1]]
-        return found
-
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Writes the next tensor of its shard; with the last one the shard is flushed to disk.
-
-        Raises:
-            LoadError: another one was planned.
-            OSError: it cannot be written.
-        """
-        number = self._places.get(name, -1)
-        facts = (name, tensor.dtype, tuple(tensor.shape))
-        if number not in self._files and number >= 0:
+        """Writes the next tensor of its shard; with the last one the shard is flushed to disk."""
+        number = self._shards[name]
+        if number not in self._files:
             shard = self._planned[number]
             self._files[number] = TensorFileWriter(self.path(number), shard), list(shard)
-        file, left = self._files.get(number, (None, []))
-        if file is None or not left or (left[0][0], left[0][1], tuple(left[0][2])) != facts:
-            raise LoadError(f"{facts} is added where {left[:1]} was planned", at=str(self._staging))
+        file, left = self._files[number]
+        planned, dtype, shape = left.pop(0)
+        assert (planned, dtype, tuple(shape)) == (name, tensor.dtype, tuple(tensor.shape)), f"{planned} comes first"
         file.write(tensor.cpu())
-        del left[0]
         if not left:
             file.finish()
 
     def close(self) -> None:
-        """Lets go of the files."""
+        """Closes the files."""
         for file, _ in self._files.values():
             file.close()
+
+    def check_complete(self) -> None:
+        """Raises `LoadError` where a tensor of this process's shards was not written."""
+        for _, left in self._files.values():
+            if left:
+                raise LoadError(f"{left[0][0]!r} was planned and not written", at=str(self._staging))
 
 
 def check_target(directory: str | os.PathLike[str]) -> None:
@@ -116,52 +107,34 @@ def check_target(directory: str | os.PathLike[str]) -> None:
 
 
 class PretrainedWriter:
-    """Writes weights and companion files into a directory; a context manager that removes unfinished files.
-
-    It holds one tensor at a time. See [Note: file by file].
-
-        with PretrainedWriter("out", max_shard_bytes=5 * 10**9, planned=[(name, tensor.dtype, tensor.shape)]) as writer:
-            writer.add(name, tensor)
-            with writer.companions() as staging:
-                config.save_pretrained(staging)
-            writer.finish()
+    """Writes weights and companion files into a directory, one tensor at a time; a context manager that removes
+    unfinished files. See [Note: file by file].
 
     Args:
-        directory: The target. Files of the same names and older weights in it are replaced, all others stay.
-        max_shard_bytes: Bytes of tensors per file; a larger tensor has a file to itself.
-        planned: Name, dtype and shape of every tensor that will be added, in that order.
+        directory: the target. Files of the same names and older weights in it are replaced, all others stay.
+        max_shard_bytes: of tensors per file; a larger tensor has a file to itself.
+        planned: every tensor that will be added, in order.
 
     Attributes:
         staging: the hidden directory in the target that holds all files until `finish`.
         shards: the files of weights in it.
 
     Raises:
-        ConfigError: `max_shard_bytes` is not positive.
-        LoadError: the target is no directory, cannot be made, or holds an adapter or a checkpoint of ours.
+        LoadError: the target cannot be made or written, or holds an adapter or a checkpoint of ours.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, max_shard_bytes: int, planned: Sequence[Planned]) -> None:
-        if max_shard_bytes <= 0:
-            raise ConfigError(f"max_shard_bytes is {max_shard_bytes}", why="it must be positive")
         check_target(directory)
         self._target = Path(directory)
-        try:
-            if is_url(directory):
-                raise ValueError("it is a URL")
-            if self._target.exists() and not self._target.is_dir():
-                raise NotADirectoryError(f"{self._target} is no directory")
-            self._is_new = not self._target.exists()
+        what = f"cannot write to {str(directory)[:100]!r}"
+        if is_url(directory):
+            raise LoadError(what, why="it is a URL", fix="pass a directory of a file system")
+        with disk_errors(what, fix="pass a directory that can be made and written"):
             self._target.mkdir(parents=True, exist_ok=True)
             for left in self._target.glob(f"{_STAGING}*"):
                 shutil.rmtree(left, ignore_errors=True)
             self.staging = self._target / f"{_STAGING}{uuid.uuid4().hex}"
             self.staging.mkdir()
-        except (OSError, ValueError) as error:  # a ValueError: a NUL in the name
-            raise LoadError(
-                f"cannot write to {str(directory)[:100]!r}",
-                why=str(error)[:300],
-                fix="pass a directory that can be made and written",
-            ) from error
         self.shards = PlannedShards(self.staging, planned, max_shard_bytes=max_shard_bytes)
 
     def __enter__(self) -> "PretrainedWriter":
@@ -171,20 +144,17 @@ class PretrainedWriter:
         self.abort()
 
     def abort(self) -> None:
-        """Removes what is not finished, and a directory that was made for it."""
+        """Removes what is not finished."""
         self.shards.close()
         shutil.rmtree(self.staging, ignore_errors=True)
-        if self._is_new:
-            with suppress(OSError):  # there are files in it
-                self._target.rmdir()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Writes the next full tensor.
 
         Raises:
-            LoadError: another one was planned, or the tensor cannot be written.
+            LoadError: it cannot be written.
         """
-        with self._writing():
+        with self.companions():
             self.shards.write(name, tensor)
 
     @contextmanager
@@ -192,14 +162,13 @@ class PretrainedWriter:
         """Gives `staging` to a block in which other libraries write files beside the weights.
 
         Raises:
-            LoadError: something in the block fails; the target is then as it was.
+            LoadError: something in the block fails.
         """
         try:
             yield self.staging
         except ShardwiseError:
             raise
         except Exception as error:  # of the tokenizers library, a full disk is no OSError
-            self.abort()
             why = one_line(error, limit=300)
             raise LoadError(f"cannot write {self._target.name}", at=str(self._target), why=why) from error
 
@@ -213,21 +182,10 @@ class PretrainedWriter:
             LoadError: a tensor was not added, or a file cannot be written. Unless files were being moved already, the
                 target is then as it was.
         """
-        lost = self.shards.missing()
-        if lost or not self.shards.names:
-            what = f"{lost[0]!r} was planned and not added" if lost else "no tensor was planned"
-            raise LoadError(what, at=str(self._target))
-        with self._writing():
+        self.shards.check_complete()
+        with self.companions():
             self._name_shards(metadata or {})
             self._move_files()
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, KeyError) as error:  # KeyError: a dtype that the format does not have
-            self.abort()
-            raise LoadError(f"cannot write {self._target.name}", at=str(self._target), why=str(error)) from error
 
     def _name_shards(self, metadata: Mapping[str, int | str]) -> None:
         shards = self.shards.names

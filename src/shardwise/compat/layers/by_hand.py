@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise.api.prepare import complete_split
-from shardwise.api.values import Place, Values
+from shardwise.api.sources import Place, fill_later
 from shardwise.comm.agree import raise_on_all_ranks, run_in_turns, sum_of
 from shardwise.compat.layers.grouped import note_heads
 from shardwise.compat.layers.split_module import SplitModule, by_hand, stored
@@ -239,7 +239,7 @@ def split_rewritten(
 
     Args:
         rewrite: changes the model, and returns it.
-        model, checkpoint, ranks_at_a_time: as of `Values`.
+        model, checkpoint, ranks_at_a_time: as of `fill_later`.
 
     Returns:
         What `rewrite` returns.
@@ -247,9 +247,9 @@ def split_rewritten(
     Raises:
         UnsupportedError: the mesh has stages.
 
-    Communicates: as `adopt_model` and `Values`; nothing where `rewrite` has split the model.
+    Communicates: as `adopt_model` and `fill_later`; nothing where `rewrite` has split the model.
     """
-    with Values(model, mesh, checkpoint=checkpoint, ranks_at_a_time=ranks_at_a_time) as values:
+    with fill_later(model, mesh, checkpoint=checkpoint, ranks_at_a_time=ranks_at_a_time) as fill:
         before = dict(model.named_parameters(remove_duplicate=False))
         with raise_on_all_ranks(mesh.group(), "rewriting the model"):
             model = rewrite()
@@ -264,9 +264,9 @@ def split_rewritten(
         registry = registry_of(model)
         if registry.local_state:
             _take_over(model, registry, before)
-            if values.filling is None:
+            if not any(value.is_meta for value in model.parameters()):
                 model.to(mesh.device)
-        values.put(registry)
+        fill(registry)
     return model
 
 

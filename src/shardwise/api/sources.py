@@ -1,0 +1,298 @@
+"""Where the values of a meta model come from: the files of a checkpoint, or the model's own initialisation."""
+
+from __future__ import annotations
+
+import copy
+import os
+import platform
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from shardwise.api.checkpoints import fill_model, holds_all
+from shardwise.api.prepare import prepare
+from shardwise.checkpoint.background import join_saves
+from shardwise.checkpoint.load import open_on_all_ranks
+from shardwise.comm.agree import agree_on, run_in_turns
+from shardwise.comm.operations import all_gather_objects
+from shardwise.errors import UnsupportedError
+from shardwise.lora.inject import inject, inject_alike
+from shardwise.mesh import Mesh
+from shardwise.parallel.build import as_dtype, build_meta_model, named_class, read_config, read_generation_config
+from shardwise.parallel.construction import Construction
+from shardwise.parallel.coverage import Allowed
+from shardwise.parallel.loading import find_weights, load_weights
+from shardwise.parallel.materialize import (
+    attributes_of,
+    draw_values,
+    initialize_attributes,
+    initialize_missing,
+    record_missing,
+)
+from shardwise.parameters.registry import Registry, Source, find_parameters
+from shardwise.parameters.source import note_source
+from shardwise.plan.options import ParallelSpec
+from shardwise.plan.structure import fqn_of
+from shardwise.runtime.adapter_facts import names_in_base
+from shardwise.runtime.adapters import find_model, has_adapters
+from shardwise.weights.conversion import Resolution
+from shardwise.weights.foreign import config_place, open_weights
+from shardwise.weights.index import CheckpointIndex
+from shardwise.weights.locate import HUB_OPTIONS
+
+__all__ = ["SAME_FILES", "SOURCE", "WeightSource", "build_meta", "fill_later", "split_lazily"]
+
+Place = str | os.PathLike[str]
+
+SOURCE = "_shardwise_source"
+"""The attribute of a lazily loaded model that keeps its `WeightSource`."""
+
+SAME_FILES = {
+    "what": "the ranks load different models",
+    "fix": "load the same files on every rank: from a directory that all machines share, or a pinned revision",
+}
+
+
+@dataclass
+class WeightSource:
+    """The values of a meta model's tensors: read from a checkpoint, else initialised as those of the unsplit model.
+
+    Attributes:
+        index: the checkpoint; None where nothing is read.
+        found: what the checkpoint has, by the model's names.
+        unsplit: the tensors to be initialised, as they were built.
+        attributes: the tensors that modules keep as plain attributes, as they were built, by their names in the base.
+        dtype: what is read is converted to.
+        later: how adapters that came in unrecorded are built, and their tensors.
+    """
+
+    index: CheckpointIndex | None
+    found: Resolution | None
+    construction: Construction
+    unsplit: dict[str, Tensor]
+    attributes: dict[str, Tensor]
+    dtype: torch.dtype | None
+    later: list[tuple[Construction, dict[str, Tensor]]] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Closes the checkpoint."""
+        if self.index is not None:
+            self.index.__exit__()
+
+    def describe(self) -> dict[str, str]:
+        """What must be the same on every rank, by names: digests of the checkpoint's tensors."""
+        return {} if self.index is None else {f"weights {key}": text for key, text in self.index.describe().items()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightSource:
+        return self  # of a copied model, too
+
+    def inject(self, model: PreTrainedModel, adapter: Any) -> nn.Module:
+        """PEFT's model around the meta model, whose adapters will be initialised as PEFT does it."""
+        with self.construction:
+            wrapped = inject(model, adapter)
+        names = names_in_base(model)
+        own = {fqn: value.detach() for fqn, value in model.named_parameters() if fqn not in names}
+        self._rename(names)
+        self.unsplit |= own
+        return wrapped
+
+    def with_adapters_of(self, model: PreTrainedModel) -> WeightSource:
+        """The source of a model into which adapters came after it was built."""
+        source, names = replace(self, unsplit=dict(self.unsplit), later=[]), names_in_base(model)
+        source._rename(names)
+        own = [fqn for fqn, value in model.named_parameters() if fqn not in names and value.is_meta]
+        if own:
+            fresh = build_meta_model(model.config, type(model), dtype=model.dtype, options={})
+            with Construction() as construction, torch.device("meta"):
+                inject_alike(model, fresh, fresh_values=True)
+            tensors = dict(fresh.named_parameters())
+            source.later.append((construction, {fqn: tensors[fqn].detach() for fqn in own}))
+        return source
+
+    def _rename(self, names: dict[str, str]) -> None:
+        """Renames the base's tensors to the names that they have among adapters."""
+        self.unsplit = {fqn: self.unsplit[base] for fqn, base in names.items() if base in self.unsplit}
+        if self.found is not None:
+            known = {fqn: self.found.tensors[base] for fqn, base in names.items() if base in self.found.tensors}
+            first = {base: fqn for fqn, base in reversed(names.items())}
+            duplicates = {first[alias]: first[base] for alias, base in self.found.duplicates.items()}
+            self.found = replace(self.found, tensors=known, duplicates=duplicates)
+
+    def read_full(self, model: PreTrainedModel, wanted: Collection[int], *, seed: int) -> None:
+        """Gives the parameters of the unsplit model whose ids are `wanted` their full values, on the CPU."""
+        made: dict[int, nn.Parameter] = {}  # shared parameters stay shared
+        for name, module in model.named_modules():
+            for own, value in module._parameters.items():
+                if value is None or id(value) not in wanted:
+                    continue
+                if id(value) not in made:
+                    full = self._full(fqn_of(name, own), seed).to(value.dtype)
+                    made[id(value)] = nn.Parameter(full, requires_grad=value.requires_grad)
+                module._parameters[own] = made[id(value)]
+
+    def _full(self, fqn: str, seed: int) -> Tensor:
+        if self.found is not None and fqn in self.found.tensors:
+            return self.found.tensors[fqn].read()
+        return draw_values(self.construction, [self.unsplit[fqn]], f"{seed}/{fqn.rpartition('.')[0]}")[0]
+
+    def fill(self, model: PreTrainedModel, registry: Registry, *, seed: int, reads: bool = True) -> None:
+        """Gives this rank's part of what is still on the meta device its values.
+
+        Args:
+            seed: of what no checkpoint holds.
+            reads: False where the tensors of the checkpoint have been filled otherwise.
+
+        Raises:
+            LoadError: the checkpoint holds NaN, or tied tensors differ.
+            UnsupportedError: a tensor has no value.
+
+        Communicates: nothing.
+        """
+        read = None
+        if reads and self.index is not None and self.found is not None:
+            named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+            real = {registry.tied.get(fqn, fqn) for fqn, value in named if not value.is_meta}
+            waits = {fqn: each for fqn, each in self.found.tensors.items() if registry.tied.get(fqn, fqn) not in real}
+            ties = {alias: fqn for alias, fqn in self.found.duplicates.items() if alias in waits}
+            read = {registry.tied.get(fqn, fqn) for fqn in waits}
+            found = replace(self.found, tensors=waits, duplicates=ties)
+            load_weights(model, registry, self.index, found, dtype=self.dtype)
+        for construction, unsplit in ((self.construction, self.unsplit), *self.later):
+            initialize_missing(model, registry, construction, unsplit, seed=seed)
+        initialize_attributes(model, self.construction, self.attributes, device=registry.mesh.device, seed=seed)
+        registry.source = Source()
+        if read is not None and self.index is not None:
+            note_source(model, registry, digest=self.index.digest(), drawn=registry.entries.keys() - read)
+
+
+def build_meta(
+    source: Place | PreTrainedConfig,
+    auto_class: Any,
+    *,
+    config: PreTrainedConfig | None = None,
+    dtype: torch.dtype | str | None,
+    options: dict[str, Any],
+    reads: bool = True,
+) -> tuple[PreTrainedModel, WeightSource]:
+    """A model on the meta device, and where its values come from; raises as `shardwise.load`.
+
+    Args:
+        config: instead of the one at `source`.
+        options: as `shardwise.load` hands them on.
+        reads: whether its weights are those of `source`.
+    """
+    options = dict(options)
+    allowed, key_mapping = Allowed.pop(options), options.pop("key_mapping", None)
+    where = {name: options[name] for name in HUB_OPTIONS if name in options}
+    index, found = None, None
+    if isinstance(source, PreTrainedConfig):
+        config = copy.deepcopy(source)
+    else:
+        if config is None:
+            config, options = read_config(config_place(source), options)
+        else:
+            config = copy.deepcopy(config)
+            options = {name: value for name, value in options.items() if name not in HUB_OPTIONS}
+        index = open_weights(source, **where) if reads else None
+    stored = (entry.dtype for entry in index.values() if entry.dtype.is_floating_point) if index is not None else ()
+    chosen = as_dtype(dtype) or config.dtype or next(iter(stored), None)  # as transformers takes it
+    with Construction() as construction:
+        model = build_meta_model(config, auto_class, dtype=chosen, options=options)
+    if index is not None:
+        is_guess = auto_class is None and named_class(config) is None
+        found = find_weights(model, index, allowed=allowed, is_guess=is_guess, key_mapping=key_mapping)
+    unsplit = record_missing(model, construction, found.tensors if found else ())
+    if not isinstance(source, PreTrainedConfig):
+        model.config.name_or_path = model.name_or_path = os.fspath(source)
+        read_generation_config(model, source, where)
+    return model, WeightSource(index, found, construction, unsplit, attributes_of(model), chosen)
+
+
+def split_lazily(
+    model: nn.Module,
+    mesh: Mesh,
+    spec: ParallelSpec,
+    *,
+    checkpoint: Place | None = None,
+    ranks_at_a_time: int | None = None,
+) -> Registry:
+    """Splits a model, and gives what of it is on the meta device its values. Arguments and errors are those of
+    `shardwise.parallelize` and `fill_later`, and so is what it communicates.
+    """
+    with fill_later(model, mesh, checkpoint=checkpoint, ranks_at_a_time=ranks_at_a_time) as fill:
+        registry = prepare(model, mesh, spec)
+        fill(registry)
+    return registry
+
+
+@contextmanager
+def fill_later(
+    model: nn.Module, mesh: Mesh, *, checkpoint: Place | None = None, ranks_at_a_time: int | None = None
+) -> Iterator[Callable[[Registry], None]]:
+    """Finds where the values of a model come from that is split in the block; gives a function that fills it then.
+
+    Args:
+        model: real, or on the meta device in part or in full; PEFT may be around it or in it. Its values are those that
+            `from_pretrained` would have read, or those it starts with, drawn from rank 0's `torch.initial_seed()`.
+        checkpoint: a sharded checkpoint, which is loaded instead.
+        ranks_at_a_time: how many ranks of a machine read or draw at the same time; all where None or not positive.
+
+    Raises:
+        LoadError: there is no such checkpoint, or weights cannot be read.
+        UnsupportedError: the values of a meta tensor are not known.
+
+    Communicates: two gathers of small objects over all ranks; filling, one for every turn, and as `load_checkpoint`.
+    """
+    group, inner = mesh.group(), find_model(model)
+    join_saves(mesh)
+    stored = None if checkpoint is None else open_on_all_ranks(checkpoint, None, mesh)
+    reads = stored is None or not holds_all(stored)
+
+    def find() -> tuple[WeightSource | None, dict[str, str]]:
+        found = _source_of(inner)
+        return found, found.describe() if found is not None and reads else {}
+
+    source = agree_on(group, find, doing="looking for its weights", **SAME_FILES)
+    everyone = all_gather_objects((torch.initial_seed(), platform.node()), group)
+    nodes, rank = [node for _, node in everyone], 0 if group is None else group.rank()
+    most = max(map(nodes.count, nodes))
+    at_a_time = ranks_at_a_time if ranks_at_a_time is not None and ranks_at_a_time > 0 else most
+    turn = nodes[:rank].count(nodes[rank]) // at_a_time
+
+    def fill(registry: Registry) -> None:
+        def work() -> None:
+            if source is not None:
+                source.fill(inner, registry, seed=everyone[0][0], reads=reads)
+                inner.to(registry.mesh.device)  # what was real before
+
+        num_turns = -(-most // at_a_time)
+        fill_model(model, stored, lambda: run_in_turns(work, group, turn=turn, num_turns=num_turns, doing="loading"))
+        list(find_parameters(model))  # FSDP2 made parameters anew, which are to know their entries
+
+    yield fill
+    if source is not None:  # the block has ended well: else the model may be split another way
+        source.close()
+    inner.__dict__.pop(SOURCE, None)
+
+
+def _source_of(model: Any) -> WeightSource | None:
+    """The source of what is on the meta device; None where nothing is."""
+    own: WeightSource | None = model.__dict__.get(SOURCE)
+    if not any(value.is_meta for value in (*model.parameters(), *model.buffers())):
+        return None
+    parts = [name for name, module in model.named_modules() if module is not model and SOURCE in module.__dict__]
+    if parts or not isinstance(model, PreTrainedModel):
+        raise UnsupportedError(
+            f"{type(model).__name__}, " + (f"of which {parts[0]} was loaded lazily" if parts else "on the meta device"),
+            why="nothing says what its other tensors are",
+            fix="load all of it by from_pretrained of its own class, or nothing of it lazily",
+        )
+    if own is None:  # built by its constructor
+        _, own = build_meta(model.config, type(model), dtype=model.dtype, options={})
+        return own.with_adapters_of(model)
+    return own.with_adapters_of(model) if has_adapters(model) else own
