@@ -67,7 +67,6 @@ EXPECTED = {
     "not split, state": (LayoutError, "LlamaForCausalLM is not a model that Shardwise has split", "parallelize"),
     "not split, step": (LayoutError, "LlamaForCausalLM is not a model that Shardwise has split", "parallelize"),
     "no directory": (LoadError, "nowhere", "there is no such directory", "check the path"),
-    "bytes": (ConfigError, "cannot be loaded from b'model'", "as a str"),
     "no config": (LoadError, "no config.json", "save_pretrained"),
     "unknown model type": (LoadError, "llamma"),
     "no weights": (LoadError, "holds no model.safetensors and no model.safetensors.index.json", "found", "pass"),
@@ -106,7 +105,7 @@ EXPECTED = {
 TOGETHER = {
     "heads", "key/value heads", "plan name",
     "plan type", "rule without match", "style", "pattern", "tied apart", "split twice",
-    "no directory", "bytes", "no config", "unknown model type", "no weights", "pickled weights", "shard missing",
+    "no directory", "no config", "unknown model type", "no weights", "pickled weights", "shard missing",
     "truncated", "header", "mismatched", "one rank's file", "dtype", "class", "no class", "option", "quantized",
     "export to a file", "shard size", "target", "no labels", "labels no tensor", "unequal rows", "rows", "no rows",
     "no dict", "token id",
@@ -210,7 +209,6 @@ def load_cases(mesh, directory):
     quantized = transformers.LlamaConfig(quantization_config={"quant_method": "fp8"})
     return {
         "no directory": lambda: load("nowhere"),
-        "bytes": lambda: shardwise.load(b"model", mesh),
         "no config": lambda: load("no config"),
         "unknown model type": lambda: load("unknown"),
         "no weights": lambda: load("no weights"),
