@@ -1,4 +1,4 @@
-"""An exception on its way to another process: a rank's to the other ranks, to its launcher, or to a test."""
+"""An exception on its way to another process: to the other ranks, to the launcher, or to a test."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pickle
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from shardwise.errors import ShardwiseError
@@ -16,18 +16,18 @@ from shardwise.errors import ShardwiseError
 __all__ = ["ERROR_FILE", "Failure", "record"]
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Environment variable with the file in which torchrun, and our launcher, look for the error of a rank."""
+"""Environment variable with the file from which torchrun and our launcher read the error of a rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What is left of an exception when it has travelled.
+    """An exception as text, and pickled where that works.
 
     Attributes:
-        trace: its traceback as text, the exception included.
-        is_ours: whether it is a `ShardwiseError`, whose message says all there is to say.
-        at_seconds: when it was noted, in seconds of the clock.
-        pickled: the exception itself, None where it does not survive that.
+        trace: the traceback.
+        is_ours: whether it is a `ShardwiseError`, whose message needs no traceback.
+        at_seconds: when it was caught, in seconds of the clock.
+        pickled: the exception itself; None where it cannot be pickled.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """What can be said of `error` elsewhere."""
+        """The failure that describes `error`."""
         return cls(
             name=type(error).__name__,
             message=str(error),
@@ -50,21 +50,12 @@ class Failure:
         )
 
     def restore(self) -> BaseException | None:
-        """The exception, as it can be raised here; None where it cannot."""
+        """The exception; None where it cannot be unpickled here."""
         try:
             error = pickle.loads(self.pickled) if self.pickled is not None else None
         except Exception:  # noqa: BLE001 - a user's class may exist in the other process only, or fail in any way
             return None
         return error if isinstance(error, BaseException) else None
-
-    def to_json(self) -> str:
-        """As text; without the exception itself."""
-        return json.dumps({name: value for name, value in asdict(self).items() if name != "pickled"})
-
-    @classmethod
-    def from_json(cls, text: str) -> Failure:
-        """What `to_json` wrote."""
-        return cls(**json.loads(text))
 
 
 def _pickled(error: BaseException) -> bytes | None:
@@ -76,21 +67,17 @@ def _pickled(error: BaseException) -> bytes | None:
 
 
 def record(error: BaseException) -> None:
-    """Writes an error where the launcher looks for it; without a launcher, or when its directory has gone, nowhere.
+    """Writes this rank's first error to the launcher's file, if there is one: atomically, and nothing where it fails.
 
-    torchrun shows it last: of a `ShardwiseError` the message alone, of others the traceback. The first error of a rank
-    stays. It is there whole or not at all, whatever ends the rank.
+    torchrun prints the message of a `ShardwiseError`, and the traceback of other errors.
     """
     if (name := os.environ.get(ERROR_FILE)) is None or (path := Path(name)).exists():
         return
-    failure = Failure.of(error)
+    failure = replace(Failure.of(error), pickled=None)
     shown = f"error: {failure.message}" if failure.is_ours else failure.trace
     extra = {"py_callstack": shown, "timestamp": str(int(failure.at_seconds))}
     theirs = {"message": f"{failure.name}: {failure.message}", "extraInfo": extra}
     partial = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(json.dumps({"message": theirs, "failure": failure.to_json()}), encoding="utf-8")
+    with suppress(OSError):
+        partial.write_text(json.dumps({"message": theirs, "failure": asdict(failure)}), encoding="utf-8")
         partial.replace(path)
-    except OSError:
-        with suppress(OSError):
-            partial.unlink()

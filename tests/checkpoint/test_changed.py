@@ -14,7 +14,7 @@ import torch
 
 import shardwise
 from shardwise.checkpoint.reader import open_checkpoint
-from shardwise.cli.run_checkpoints import _newest
+from shardwise.checkpoint.store import find_tag
 from shardwise.errors import LoadError
 from shardwise.parameters.registry import local_part
 from shardwise.plan.options import FsdpPolicy, Precision
@@ -52,7 +52,7 @@ def test_every_nth_is_kept_for_good_and_a_clock_that_goes_back_deletes_nothing_n
 def test_a_checkpoint_that_somebody_has_renamed_or_copied_is_found_and_never_deleted(training, tmp_path):
     training.save(tmp_path, extra={"step": 1})
     (tmp_path / "step-1").rename(tmp_path / "best")
-    assert _newest(tmp_path) == "best"
+    assert find_tag(tmp_path, None).name == "best"
     for step in (2, 3):
         training.save(tmp_path, extra={"step": step}, keep_last=1)
         shutil.copytree(tmp_path / f"step-{step}", tmp_path / f"copy-{step}")

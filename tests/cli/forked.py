@@ -6,7 +6,6 @@ What happens when the launcher itself is ended needs a process for it: tests/cli
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -50,7 +49,6 @@ def run_forked(monkeypatch):
         return main(["train", str(path), *words])
 
     monkeypatch.setattr(launch, "RankProcess", start)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")  # the launcher sets it
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     before = signal.getsignal(signal.SIGTERM)
     yield run

@@ -16,7 +16,6 @@ import transformers
 import yaml
 from safetensors.torch import load_file, save_file
 
-from shardwise.cli import run_checkpoints
 from shardwise.cli.main import main
 from tests.cli.test_train import MODEL, make_tokenizer
 
@@ -124,17 +123,12 @@ CASES = {
         [],
         ["cannot build a model of type 'llama'", "FlashAttention2", "another attn_implementation, such as sdpa"],
     ),
-    "new model: negative layers": (
-        None,
-        ["model={config: {model_type: llama, num_hidden_layers: -1}, tokenizer: tokenizer}"],
-        ["model.config.num_hidden_layers: is -1, must not be negative"],
-    ),
     "new model: text for a number": (
         None,
         ["model={config: {model_type: llama, num_hidden_layers: two}, tokenizer: tokenizer}"],
         ["cannot read the model config values", "'num_hidden_layers' expected int, got str"],
     ),
-    "model: empty directory": (empty_model, [], ["model: no model config at 'model'", "has no config.json"]),
+    "model: empty directory": (empty_model, [], ["model.path: no model config at 'model'", "has no config.json"]),
     "model: an adapter beside": (
         lambda: Path("model/adapter_config.json").write_text("{}"),
         [],
@@ -170,7 +164,7 @@ CASES = {
     "model: no tokenizer": (
         lambda: Path("model/tokenizer.json").unlink(),
         [],
-        ["model.tokenizer: cannot load a tokenizer from 'model'", "found config.json, generation_config.json, model."],
+        ["model.tokenizer: cannot load a tokenizer from 'model'"],
     ),
     "model: damaged tokenizer": (
         lambda: Path("model/tokenizer.json").write_text("{}"),
@@ -178,40 +172,36 @@ CASES = {
         ["model.tokenizer: cannot load a tokenizer from 'model'"],
     ),
     **{
-        f"{key}: {what}": (None, [f"{key}={name}"], [f"{key}: ", *parts])
+        f"{key}: {what}": (None, [f"{key}={name}"], [f"{key}: cannot write to {name!r}", why])
         for key in ("log.dir", "data.cache_dir", "export")
-        for what, name, parts in (
-            ("below a file", "run.yaml/out", ["cannot write to 'run.yaml", "can be made and written"]),
-            ("in /proc", "/proc/nowhere/out", ["cannot write to '/proc/nowhere", "No such file"]),
-            ("a name too long", "x" * 300, ["name too long"]),
-            ("with a NUL", '"a\\0b"', ["null byte"]),
-            ("a URL", "s3://bucket/out", ["cannot write to 's3://bucket/out'", "it is a URL"]),
-            ("a file", "run.yaml", ["File exists" if key != "export" else "File exists: 'run.yaml'"]),
+        for what, name, why in (
+            ("below a file", "run.yaml/out", "run.yaml is a file"),
+            ("a URL", "s3://bucket/out", "it is a URL"),
+            ("a file", "run.yaml", "run.yaml is a file"),
         )
     },
     "export: no room": (
         no_room,
         ["export=out"],
-        ["export: no room for the export to 'out'", "the model takes 0.00 GiB, and 0.00 GiB are free"],
+        ["export: cannot write to 'out'", "0.00 GiB are needed, and 0.00 GiB are free"],
     ),
     "export: not empty": (None, ["export=corpus"], ["export: the directory corpus is not empty"]),
-    "log.dir: weights of an earlier run": (
-        lambda: Path("log/unexported").mkdir(parents=True),
-        ["export=out"],
-        ["log.dir: log/unexported holds the weights that an earlier run could not export"],
-    ),
     "model: t5": (
         part(write_as, "t5", architectures=["T5ForConditionalGeneration"]),
         [],
-        ["model: a model of type 't5'", "trains causal language models"],
+        ["model.path: a model of type 't5'", "trains causal language models"],
     ),
     "model: vit": (
         part(write_as, "vit", architectures=["ViTForImageClassification"]),
         [],
-        ["model: a model of type 'vit'", "shardwise.TrainStep"],
+        ["model.path: a model of type 'vit'", "shardwise.TrainStep"],
     ),
     "model: vit without a class": (part(write_as, "vit", architectures=None), [], ["no class is known for a model of"]),
-    "model: a classifier": (with_head, [], ["model: a model of type", "this one is a LlamaForSequenceClassification"]),
+    "model: a classifier": (
+        with_head,
+        [],
+        ["model.path: a model of type", "this one is a LlamaForSequenceClassification"],
+    ),
     "data: nothing but an empty file": (
         lambda: Path("corpus/a.txt").write_text(""),
         [],
@@ -237,20 +227,15 @@ CASES = {
             "use tp_size 1, 2, 4",
         ],
     ),
-    "layout: tp1000000": (
-        None,
-        ["layout=tp1000000"],
-        ["1,000,000 ranks on this machine", "each takes 128 MiB or more", "use a smaller layout"],
-    ),
     "fsdp: options without fsdp": (
         None,
         ["fsdp.zero_stage=2"],
         ["fsdp: says how fsdp and ddp axes work; the layout is tp1"],
     ),
-    "data.state: negative": (
-        lambda: Path("state.json").write_text('{"num_batches_read": -1}'),
+    "data.state: another file": (
+        lambda: Path("state.json").write_text("{}"),
         ["data.state=state.json"],
-        ["data.state: state.json does not say where reading stood"],
+        ["data.state: state.json is not a data state"],
     ),
     "weights: one missing": (
         part(change_weights, lambda key, value: [] if "layers.0.self_attn.q_proj" in key else [(key, value)]),
@@ -301,9 +286,8 @@ with open("saved/.lock", "w") as file:
 """
 
 
-def test_a_run_begins_only_where_no_other_saves(run, capsys, monkeypatch):
+def test_a_run_begins_only_where_no_other_saves(run, capsys):
     """And leaves the log alone that the other one writes."""
-    monkeypatch.setattr(run_checkpoints, "SECONDS_TO_CLAIM", 0)
     Path("saved").mkdir()
     Path("log").mkdir()
     command = [sys.executable, "-c", OTHER_RUN]
@@ -353,7 +337,7 @@ def test_kept_tokens_that_are_damaged_are_made_again(run, capsys, caplog, damage
     whole = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("data"))
     assert run() == 0
     out = capsys.readouterr().out
-    assert whole in out and "tokenizing" in out and "it is made again" in caplog.text
+    assert whole in out and "tokenizing" in out and "it is written again" in caplog.text
     assert path.read_bytes() == sound
     assert run() == 0
     assert "tokenizing" not in capsys.readouterr().out, "sound tokens are kept"
@@ -368,24 +352,3 @@ def test_a_changed_text_of_the_same_size_and_time_is_read_again(run, capsys):
     assert run() == 0
     assert capsys.readouterr().out.count("tokenizing") == 2
     assert sorted(each.name for each in Path("log").glob("*.jsonl")) == ["train.1.jsonl", "train.jsonl"]
-
-
-def full():
-    return Path("/dev/full").open("w")
-
-
-def without_reader():
-    reading, writing = os.pipe()
-    os.close(reading)
-    return open(writing, "w")  # noqa: PTH123
-
-
-@pytest.mark.parametrize(("open_stdout", "said"), [(full, "No space left"), (without_reader, "Broken pipe")])
-def test_training_goes_on_where_nobody_takes_its_output(run, capsys, monkeypatch, open_stdout, said):
-    with open_stdout() as stdout:
-        monkeypatch.setattr(sys, "stdout", stdout)
-        assert run("export=out") == 0
-    err = capsys.readouterr().err
-    assert said in err and err.count("cannot write the output") == 1 and "Traceback" not in err
-    assert len(Path("log/train.jsonl").read_text().splitlines()) == 2
-    assert Path("out/model.safetensors").exists()

@@ -69,20 +69,19 @@ def test_every_problem_is_named_with_a_suggestion(tmp_path):
     message = str(caught.value)
     for part in (
         "run.yaml has 13 problems",
-        "lr: unknown key (did you mean 'optimizer.lr'?)",
+        "lr: unknown key (there is optimizer.lr)",
         "data.seq_lenght: unknown key (did you mean 'seq_length'?)",
-        "log.dir: unknown key; in a file write log: {dir: …}",
-        "logs.dir: unknown key\n",
+        "log.dir: unknown key",
+        "logs.dir: unknown key",
         "data.seq_length: Input should be a valid integer, not True; expected: ",
-        "optimizer.lr: Input should be a valid number, not the text 'fast'; expected: Peak learning rate",
-        "schedule.name: Input should be 'constant', 'linear', 'cosine' or 'warmup_stable_decay', not the text 'cosin'",
-        "(did you mean 'cosine'?)",
-        "optimizer.options: Input should be an object, not the list [1]",
-        "model.dtype: Input should be 'float32' or 'bfloat16', not the text 'float23' (did you mean 'float32'?)",
+        "optimizer.lr: Input should be a valid number, not 'fast'; expected: Peak learning rate",
+        "schedule.name: Input should be 'constant', 'linear', 'cosine' or 'warmup_stable_decay', not 'cosin'",
+        "optimizer.options: Input should be an object, not [1]",
+        "model.dtype: Input should be 'float32' or 'bfloat16', not 'float23'",
         "layout: cannot read the layout 'tq2'",
         "steps: Input should be greater than 0, not 0; expected: Optimizer steps",
-        "layout.x: cannot be set: layout is the text 'tq2'",
-        "oops: is no override; write key=value",
+        "layout.x: cannot be set, because layout is 'tq2'",
+        "oops: is not an override; write key=value",
     ):
         assert part in message, f"{part!r} is not in\n{message}"
 
@@ -90,17 +89,16 @@ def test_every_problem_is_named_with_a_suggestion(tmp_path):
 @pytest.mark.parametrize(
     ("key", "meant"),
     [
-        ("model.name", "path"),
-        ("optimizer.learning_rate", "lr"),
-        ("optimizer.warmup_steps", "optimizer.schedule.warmup_steps"),
-        ("model.seq_length", "data.seq_length"),
-        ("data.batch_size", "batch_size"),
-        ("model.every", None),
+        ("optimizer.warmup_steps", "there is optimizer.schedule.warmup_steps"),
+        ("model.seq_length", "there is data.seq_length"),
+        ("data.batch_size", "there is batch_size"),
+        ("data.seq_lenght", "did you mean 'seq_length'?"),
+        ("model.nonsense", None),
     ],
 )
-def test_a_key_that_stands_elsewhere_or_has_another_name_here_is_pointed_to(tmp_path, key, meant):
+def test_an_unknown_key_is_answered_with_a_similar_one(tmp_path, key, meant):
     found = problems_of(tmp_path, GOOD, f"{key}=1")
-    assert found == {key: f"{key}: unknown key" + (f" (did you mean {meant!r}?)" if meant else "")}
+    assert found == {key: f"{key}: unknown key" + (f" ({meant})" if meant else "")}
 
 
 def test_a_misspelt_key_does_not_also_count_as_missing(tmp_path):
@@ -115,7 +113,7 @@ def test_a_misspelt_key_does_not_also_count_as_missing(tmp_path):
         ("data.subset=x", "data.subset", "only means something"),
         ("data.split=test", "data.split", "only means something"),
         ("export=''", "export", "String should have at least 1 character"),
-        ("steps=2026-13-45", "steps", "a valid integer, not the text '2026-13-45'"),
+        ("steps=2026-13-45", "steps", "a valid integer, not '2026-13-45'"),
         ("2026-01-01=1", "2026-01-01", "unknown key"),
         ("data.include=[]", "data.include", "is empty"),
         ("data.include=[/etc/*]", "data.include", "no pattern below"),
@@ -125,9 +123,9 @@ def test_a_misspelt_key_does_not_also_count_as_missing(tmp_path):
         ("pipeline.schedule=1f1b2", "pipeline", "says how the pp axis works"),
         ("data.seq_length=1", "data.seq_length", "at least 2"),
         ("seed=-1", "seed", "greater than or equal to 0"),
-        ("device=gpu", "device", "not the text 'gpu'; expected: Where ranks compute"),
+        ("device=gpu", "device", "not 'gpu'; expected: Where ranks compute"),
         ("evaluation.every=5", "evaluation.every", "nothing is held out"),
-        (".seed=1", ".seed=1", "is no override"),
+        (".seed=1", ".seed=1", "is not an override"),
         ("optimizer.lr=.inf", "optimizer.lr", "a finite number"),
         ("optimizer.weight_decay=-1", "optimizer.weight_decay", "greater than or equal to 0"),
         ("optimizer.max_grad_norm=0", "optimizer.max_grad_norm", "null leaves them"),
@@ -163,10 +161,9 @@ def test_what_several_keys_share_is_overridden_in_one_and_merged_under_what_stan
     ("text", "message"),
     [
         ("a: [", "is not YAML"),
-        ("steps: 1\nsteps: 2", "'steps' stands there twice"),
-        ("a: " + "[" * 2000, "is not YAML"),
+        ("steps: 1\nsteps: 2", "duplicate key 'steps'"),
         ("a: &a [*a]", "is not YAML"),
-        ("- a", "not keys and values"),
+        ("- a", "does not hold keys and values"),
     ],
 )
 def test_a_file_that_is_no_mapping_is_an_error(tmp_path, text, message):
@@ -174,9 +171,8 @@ def test_a_file_that_is_no_mapping_is_an_error(tmp_path, text, message):
         read_config(write(tmp_path, text))
 
 
-def test_a_missing_file_suggests_its_neighbour(tmp_path):
-    write(tmp_path, GOOD)
-    with pytest.raises(LoadError, match="did you mean 'run.yaml'"):
+def test_a_missing_file_is_an_error(tmp_path):
+    with pytest.raises(LoadError, match="cannot read the configuration file"):
         read_config(tmp_path / "rnu.yaml")
 
 

@@ -60,7 +60,9 @@ def test_misspelt_commands_and_options_get_a_suggestion(capsys):
     assert "did you mean '--nproc'" in refused(capsys, "train", "run.yaml", "--nprco=2")
     assert "unknown argument rest" in refused(capsys, "doctor", "rest")
     assert "arguments are required: CONFIG.yaml\n  fix: see `shardwise" in refused(capsys, "train")
-    assert "is written optimizer.lr=..., without dashes" in refused(capsys, "check", "run.yaml", "--optimizer.lr=1")
+    assert "keys of the run are written key=value, without dashes" in refused(
+        capsys, "check", "run.yaml", "--optimizer.lr=1"
+    )
 
 
 def test_overrides_may_stand_on_either_side_of_options(tmp_path, capsys):
@@ -74,7 +76,7 @@ def test_overrides_may_stand_on_either_side_of_options(tmp_path, capsys):
 
 def test_errors_are_a_message_without_a_traceback_unless_asked_for(tmp_path, capsys):
     assert main(["train", str(tmp_path / "none.yaml")]) == 1
-    assert capsys.readouterr().err.startswith("error: there is no configuration file")
+    assert capsys.readouterr().err.startswith("error: cannot read the configuration file")
     with pytest.raises(shardwise.ShardwiseError):
         main(["train", str(tmp_path / "none.yaml"), "--traceback"])
 
@@ -147,7 +149,7 @@ def test_a_step_of_the_pipeline_is_drawn(tmp_path, capsys, name):
     assert "1B3" in (tmp_path / name).read_text()
 
 
-@pytest.mark.parametrize(("name", "layout"), [("steps.png", "pp2"), ("steps.svg", "tp2"), ("nowhere/steps.svg", "pp2")])
+@pytest.mark.parametrize(("name", "layout"), [("steps.png", "pp2"), ("steps.svg", "tp2")])
 def test_what_cannot_be_drawn_is_an_error(tmp_path, name, layout):
     with pytest.raises(ConfigError, match="--timeline"):
         _check_timeline(tmp_path / name, MeshShape.parse(layout))

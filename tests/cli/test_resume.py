@@ -70,7 +70,7 @@ def test_a_run_that_was_ended_goes_on_as_if_it_had_not_been(run, tmp_path, run_f
     assert len(list((Path(ended["log"]["dir"]) / "tensorboard").iterdir())) == 1
     (crashed := Path(ended["checkpoint"]["dir"]) / f".step-6.{0:032x}.partial").mkdir()
     train(config_of({**ended, "layout": "tp1", "sequence_parallel": False}))  # what is there already is no obstacle
-    assert ": step 7 was reached before, nothing is left to train" in capfd.readouterr().out
+    assert ": step 7 is done, nothing is left to train" in capfd.readouterr().out
     assert lines_of(ended) == lines_of(whole)
     assert not crashed.exists()
 

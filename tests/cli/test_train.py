@@ -242,8 +242,8 @@ def test_weights_that_cannot_be_exported_are_kept_beside_the_log(tree, tmp_path)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": {"seq_length": 65}}, "data.seq_length: is 65, the model sees 64 positions"),
-        ({"model": {"config": {**MODEL, "vocab_size": 64}}}, "model.tokenizer: has 301 tokens, the model 64"),
+        ({"data": {"seq_length": 65}}, "data.seq_length: is 65, but the model has 64 positions"),
+        ({"model": {"config": {**MODEL, "vocab_size": 64}}}, "model.tokenizer: has 301 tokens, the model only 64"),
         ({"model": {"tokenizer": "./nowhere"}}, "nothing can be loaded from './nowhere'"),
         ({"data": {"seq_length": 60}, "batch_size": 2}, None),
     ],
@@ -301,6 +301,6 @@ def test_ctrl_c_ends_the_command(tree, tmp_path, endless):
 
 def check_interrupted(tree, tmp_path, code, err):
     assert code == 130
-    assert err == "interrupted; nothing half-written was left behind\n"
+    assert err == "interrupted; no partly written files were left behind\n"
     assert not list(tmp_path.rglob(".*")) and not (tmp_path / "exported").exists()
     assert losses_of(tree), "every line so far is whole JSON"

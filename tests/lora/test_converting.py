@@ -77,7 +77,7 @@ def test_what_does_not_belong_together_is_refused(trained, tmp_path, capsys):
         "was trained on another base": [str(tmp_path / "other"), out, "--merge-adapter", str(trained / "run")],
         "no adapter in": [str(trained / "base"), out, "--merge-adapter", str(tmp_path)],
         "write its adapter with --adapter": [str(trained / "run"), out],
-        "--adapter writes an adapter alone": [str(trained / "run"), out, "--adapter", "--dtype", "float16"],
+        "--adapter writes only an adapter": [str(trained / "run"), out, "--adapter", "--dtype", "float16"],
     }
     for text, arguments in refused.items():
         assert main(["convert", *arguments, "--to", "hf"]) != 0

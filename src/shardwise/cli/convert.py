@@ -1,4 +1,4 @@
-"""`shardwise convert`: a checkpoint, or an adapter in its base, as a plain Hugging Face directory, without ranks."""
+"""`shardwise convert`: writes a checkpoint, or an adapter merged into its base, as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import argparse
 from pathlib import Path
 
 from shardwise.errors import ConfigError
-from shardwise.weights.staging import is_url
 
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = """\
-Write the model of a checkpoint as a directory that `from_pretrained` loads, in one process: tensors are copied one by
-one. Also reads torch.distributed.checkpoint (NeMo Automodel's among them), transformers' distributed_checkpoint=True,
+Write the model of a checkpoint as a directory that `from_pretrained` loads, in one process and one tensor at a time.
+Also reads torch.distributed.checkpoint (NeMo Automodel's among them), transformers' distributed_checkpoint=True,
 Optimum Neuron and NxD.
 
   shardwise convert runs/first/checkpoints --to hf out
   shardwise convert runs/first/checkpoints --tag step-200 --to hf out --dtype bfloat16 --tokenizer path/or/hub-id
   shardwise convert automodel/epoch_0_step_100/model --config path/or/hub-id --to hf out
 
-The checkpoint of a run that trained an adapter holds the adapter alone. Write it in PEFT's format, or merge it into its
+The checkpoint of a run that trained an adapter holds only the adapter. Write it in PEFT's format, or merge it into its
 base model, which is named first:
 
   shardwise convert runs/lora/checkpoints --adapter --to hf out
@@ -31,33 +30,31 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `shardwise convert`."""
+    """Adds the arguments of `shardwise convert`."""
     parser.add_argument(
         "checkpoint", metavar="CKPT", help="a directory of checkpoints, or one of them; with --merge-adapter the base"
     )
-    parser.add_argument("out", metavar="OUT", help="where to; it must be empty or not there")
+    parser.add_argument("out", metavar="OUT", help="the new directory")
     parser.add_argument("--to", choices=("hf",), required=True, help="the format: hf, which transformers loads")
-    parser.add_argument("--tag", help="which checkpoint; by default the newest")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; by default as they were saved")
-    parser.add_argument("--adapter", action="store_true", help="write the adapter that it holds, as PEFT does")
+    parser.add_argument("--tag", help="which checkpoint (default: the newest)")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: as saved)")
+    parser.add_argument("--adapter", action="store_true", help="write only the adapter, in PEFT's format")
     parser.add_argument(
         "--merge-adapter",
         metavar="ADAPTER",
-        help="add that adapter, a checkpoint or PEFT's directory, to the base CKPT",
+        help="merge this adapter (a checkpoint, or PEFT's directory) into the base CKPT",
     )
-    parser.add_argument("--config", metavar="DIRECTORY", help="the model's config, where another's checkpoint has none")
-    parser.add_argument("--tokenizer", metavar="DIRECTORY", help="tokenizer directory or hub id, written beside them")
+    parser.add_argument("--config", metavar="DIRECTORY", help="the model's config, for checkpoints without one")
+    parser.add_argument("--tokenizer", metavar="DIRECTORY", help="tokenizer directory or hub id; copied to OUT")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     out = Path(arguments.out)
-    if is_url(arguments.out):
-        raise ConfigError(f"{arguments.out} is a URL", fix="name a directory of a file system")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"{out} is not empty", fix="remove it or name another; nothing is overwritten")
     if arguments.adapter and (arguments.merge_adapter or arguments.dtype or arguments.tokenizer):
-        raise ConfigError("--adapter writes an adapter alone", fix="leave out --merge-adapter, --dtype and --tokenizer")
+        raise ConfigError("--adapter writes only an adapter", fix="remove --merge-adapter, --dtype and --tokenizer")
     import torch  # slow to import, as are the next
 
     from shardwise.api.converting import convert_to_hf, convert_weights_to_hf, open_anywhere
@@ -67,22 +64,19 @@ def run(arguments: argparse.Namespace) -> int:
 
     tokenizer = read_tokenizer(arguments.tokenizer, option="--tokenizer") if arguments.tokenizer else None
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-    if arguments.merge_adapter:
-        base, adapter = arguments.checkpoint, arguments.merge_adapter
-        merge_adapter(base, adapter, out, tag=arguments.tag, dtype=dtype, tokenizer=tokenizer)
-        print(f"{adapter} added to {base}: {out}")
-        return 0
     path = Path(arguments.checkpoint)
-    if (kind := kind_of(path)) in CONVERTIBLE:
-        if arguments.tag is not None:
-            raise ConfigError(
-                f"--tag {arguments.tag}", why=f"{path} is {kind}, which has none", fix="pass its directory"
-            )
-        convert_weights_to_hf(path, out, config=arguments.config, dtype=dtype, tokenizer=tokenizer)
-        print(f"{path}, {kind}, converted to {out}")
+    if arguments.merge_adapter:
+        merge_adapter(path, arguments.merge_adapter, out, tag=arguments.tag, dtype=dtype, tokenizer=tokenizer)
+        print(f"{arguments.merge_adapter} merged into {path}: {out}")
         return 0
-    if arguments.config is not None:
-        raise ConfigError("--config", why="a checkpoint of ours holds the model's config", fix="leave it out")
+    is_foreign = kind_of(path) in CONVERTIBLE
+    if (arguments.tag if is_foreign else arguments.config) is not None:
+        option, kind = ("--tag", "Shardwise's own checkpoints") if is_foreign else ("--config", "other checkpoints")
+        raise ConfigError(f"{option} is only for {kind}", fix="remove it")
+    if is_foreign:
+        convert_weights_to_hf(path, out, config=arguments.config, dtype=dtype, tokenizer=tokenizer)
+        print(f"{path} converted to {out}")
+        return 0
     with open_anywhere(path, arguments.tag) as stored:
         if arguments.adapter:
             convert_adapter(stored, out)

@@ -1,4 +1,4 @@
-"""The rows that a run reads: made once on each machine, kept, and opened by every rank."""
+"""The rows that a run reads: tokenized once per machine, cached, and opened by every rank."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ from shardwise.cli.tokenizer import build_encoder
 from shardwise.comm.agree import agree_on, once_per_machine
 from shardwise.comm.operations import Group
 from shardwise.data.config import DataConfig, held_out, rows_of
-from shardwise.data.corpus import DataSource
 from shardwise.data.documents import Document, documents_path, read_documents, text_documents, write_documents
-from shardwise.data.examples import ExampleEncoder, build_example_encoder, encode_examples
-from shardwise.data.records import Record
+from shardwise.data.examples import build_example_encoder, encode_examples
 from shardwise.data.rows import Apart, DocumentRows, Rows, StreamRows
 from shardwise.errors import LoadError
 from shardwise.train.run_config import Problem, TrainConfig
@@ -32,8 +30,7 @@ __all__ = ["check_records", "prepare_rows"]
 
 logger = logging.getLogger("shardwise.train")
 
-_FEW_RECORDS = 100
-"""How many records are read to find what is wrong with all of them."""
+_CHECKED_RECORDS = 100
 
 
 def prepare_rows(
@@ -46,30 +43,41 @@ def prepare_rows(
     apart: Apart,
     dtype: torch.dtype,
 ) -> Rows:
-    """The rows of `data`, encoded by one rank of each machine unless an earlier run has done so.
+    """The rows of `data`, tokenized by one rank of each machine unless an earlier run has done so.
 
     Args:
         group: of all ranks.
-        apart: what keeps documents of packed or padded rows apart.
+        apart: how documents of packed or padded rows are separated.
         dtype: what the model computes in.
 
     Raises:
-        LoadError: a file, a line or a record is not what it should be; the same on every rank.
+        LoadError: a file, a line or a record is not valid; the same on every rank.
         BatchError: there is not one row.
         RankError: machines see different text.
 
     Communicates: as `once_per_machine` and `agree_on`.
     """
     directory = Path(config.data.cache_dir or Path(config.log.dir) / "tokens")
-    maker = _maker_of(data, tokenizer)
+    paths: list[Path] = []
 
-    def find() -> tuple[Path, DataSource[Any]]:
-        source = maker.open()
-        return documents_path(directory, source.fingerprint, maker.fingerprint), source
-
-    path = _prepare(find, maker, console)
+    def tokenize() -> None:
+        documents = _open_documents(data, tokenizer)
+        paths.append(path := documents_path(directory, *documents.fingerprints))
+        try:
+            if path.exists():
+                read_documents(path, verify=True)
+                return
+        except LoadError as error:
+            logger.warning("%s (%s); it is written again", error.summary, error.why)
+        if not console.is_terminal:
+            console.print("tokenizing ...")
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("tokenizing", total=documents.size)
+            write_documents(path, documents.read(lambda done: bar.update(task, completed=done)))
 
     def read() -> tuple[Rows, dict[str, str]]:
+        # The other ranks open the source afterwards: by then a data set of the hub has been downloaded once.
+        path = paths[0] if paths else documents_path(directory, *_open_documents(data, tokenizer).fingerprints)
         documents = read_documents(path)
         rows: Rows
         if rows_of(data) == "stream":
@@ -85,6 +93,7 @@ def prepare_rows(
             )
         return rows, {f"the {key} of the rows": str(value) for key, value in rows.identity().items()}
 
+    once_per_machine(tokenize, local_rank=local_rank())
     return agree_on(
         group,
         read,
@@ -95,74 +104,49 @@ def prepare_rows(
 
 
 def check_records(config: TrainConfig, tokenizer: Any) -> list[Problem]:
-    """What is wrong with the first records, or with how they are to be read."""
+    """Problems of the first records, and of the keys and the template by which they are read."""
     problems = Problems()
     sources = [("data", config.data)]
     if config.evaluation.path is not None:
         sources.append(("evaluation", held_out(config.data, config.evaluation)))
     for key, data in sources:
-        if data.format != "text" and data.dataset is None:  # which might be downloaded
+        if data.format != "text" and data.path is not None:  # a dataset might have to be downloaded
             with problems.of(f"{key}.path"):
-                maker = _maker_of(data, tokenizer)
-                if not list(maker.make(maker.open(), lambda done: None, limit=_FEW_RECORDS)):
+                documents = _open_documents(data, tokenizer, limit=_CHECKED_RECORDS)
+                if not list(documents.read(lambda done: None)):
                     raise LoadError("the data holds no records", at=key, why="every file is empty")
     return problems
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Maker:
-    """What makes documents of a source.
+@dataclass(frozen=True)
+class _Documents:
+    """Tokenized documents of a source.
 
     Attributes:
-        open: finds the source.
-        make: its documents, given it and what is told of progress; of records at most as many as a third argument says.
-        fingerprint: digest of what decides them besides the source.
+        fingerprints: of the source, and of what else decides the tokens.
+        size: of the source, in its own unit.
+        read: gives the documents, and tells its argument how much of `size` has been read.
     """
 
-    open: Callable[[], DataSource[Any]]
-    make: Callable[..., Iterator[Document]]
-    fingerprint: str
+    fingerprints: tuple[str, str]
+    size: int
+    read: Callable[[Callable[[int], None]], Iterator[Document]]
 
 
-def _maker_of(data: DataConfig, tokenizer: Any) -> _Maker:
+def _open_documents(data: DataConfig, tokenizer: Any, *, limit: int | None = None) -> _Documents:
+    """The documents of `data`; of records the first `limit`."""
     encoder = build_encoder(tokenizer)
     if data.format == "text":
-
-        def of_text(source: DataSource[str | None], on_progress: Callable[[int], None]) -> Iterator[Document]:
-            return text_documents(source, encoder, on_progress)
-
-        fingerprint = f"text {encoder.fingerprint} {encoder.separator}"
-        return _Maker(open=lambda: open_source(data), make=of_text, fingerprint=fingerprint)
+        text = open_source(data)
+        fingerprints = text.fingerprint, f"text {encoder.fingerprint} {encoder.separator}"
+        return _Documents(fingerprints, text.size, lambda on_progress: text_documents(text, encoder, on_progress))
     names = ("prompt", "response") if data.format == "prompt" else ("messages", "tools")
     keys = {name: str(getattr(data, f"{name}_key")) for name in names}
-    examples: ExampleEncoder = build_example_encoder(tokenizer, kind=data.format, keys=keys, as_chat=data.as_chat)
+    examples = build_example_encoder(tokenizer, kind=data.format, keys=keys, as_chat=data.as_chat)
+    records = open_records(data)
 
-    def of_records(
-        source: DataSource[Record], on_progress: Callable[[int], None], limit: int | None = None
-    ) -> Iterator[Document]:
-        return encode_examples(itertools.islice(source.read(on_progress), limit), examples)
+    def read(on_progress: Callable[[int], None]) -> Iterator[Document]:
+        return encode_examples(itertools.islice(records.read(on_progress), limit), examples)
 
-    fingerprint = f"{examples.fingerprint} {encoder.fingerprint}"
-    return _Maker(open=lambda: open_records(data), make=of_records, fingerprint=fingerprint)
-
-
-def _prepare(find: Callable[[], tuple[Path, DataSource[Any]]], maker: _Maker, console: Console) -> Path:
-    """The file that `find` names, written by one rank of each machine unless it is there and complete."""
-
-    def work() -> None:
-        path, source = find()
-        try:
-            if path.exists():
-                read_documents(path, verify=True)
-                return
-        except LoadError as error:
-            logger.warning("%s (%s); it is made again", error.summary, error.why)
-        if not console.is_terminal:
-            console.print("tokenizing ...")
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("tokenizing", total=source.size)
-            write_documents(path, maker.make(source, lambda done: bar.update(task, completed=done)))
-
-    # The others look for the source afterwards: by then a data set of the hub has been downloaded once.
-    once_per_machine(work, local_rank=local_rank())
-    return find()[0]
+    fingerprints = records.fingerprint, f"{examples.fingerprint} {encoder.fingerprint}"
+    return _Documents(fingerprints, records.size, read)

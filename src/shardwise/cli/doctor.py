@@ -31,7 +31,7 @@ SECONDS_FOR_ALL_REDUCE = 120
 LOW_SPACE_BYTES = 5 * 2**30
 
 Finding = tuple[str, str, str]
-"""Whether it is `ok`, worth a `note` or `broken`; what was looked at; what was found, and what to do."""
+"""`ok`, `note` or `broken`; what was checked; the result, and what to do."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +56,7 @@ def _check_packages() -> Iterator[Finding]:
         yield "ok", "shardwise", importlib.metadata.version("shardwise")
     except importlib.metadata.PackageNotFoundError:
         needed = ["torch", "transformers"]
-        yield "note", "shardwise", "runs from its sources: `pip install -e .` says which versions it needs"
+        yield "note", "shardwise", "not installed, runs from its sources"
     for requirement in map(Requirement, needed):
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             version, support = installed(requirement.name), SUPPORTED.get(requirement.name)
@@ -73,14 +73,14 @@ def _check_packages() -> Iterator[Finding]:
 
 
 def _check_private_names() -> Iterator[Finding]:
-    """Looks for the private names of torch that the package uses, among them those that a new version has lost."""
+    """Checks that torch has the private names that the package uses."""
     release = release_of(installed("torch") or "")
     missing = [
         name
         for name, read_in in PRIVATE_NAMES.items()
         if release >= release_of(read_in[0]) and not has_private_name(name)
     ]
-    text = f"torch lacks {', '.join(missing)}; use a tested version" if missing else "all private names are there"
+    text = f"torch lacks {', '.join(missing)}; use a tested version" if missing else "all private names exist"
     yield "broken" if missing else "ok", "torch internals", text
 
 
@@ -93,52 +93,41 @@ def _check_machine() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count() if has_gpu else 0):
         properties = torch.cuda.get_device_properties(index)
         yield "ok", f"cuda:{index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-    if not has_gpu:
-        yield "note", "devices", "no GPU; ranks run on the CPU"
     if has_gpu:
-        version = ".".join(map(str, torch.cuda.nccl.version()))
-        yield "ok", "NCCL", f"{version}, between {torch.cuda.device_count()} card(s)"
-        kernels = [name for name in ("flash", "mem_efficient", "cudnn", "math") if _is_enabled(name)]
+        yield "ok", "NCCL", ".".join(map(str, torch.cuda.nccl.version()))
+        names = ("flash", "mem_efficient", "cudnn", "math")
+        kernels = [name for name in names if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()]
         yield "ok" if kernels[:-1] else "note", "attention kernels", ", ".join(kernels)
+    else:
+        yield "note", "devices", "no GPU; ranks run on the CPU"
     for backend in ("gloo", "nccl") if has_gpu else ("gloo",):
         is_there = dist.is_available() and dist.is_backend_available(backend)
-        lacks = "this build of torch lacks it; install one from PyPI"
-        yield ("ok", backend, "available") if is_there else ("broken", backend, lacks)
+        yield ("ok", backend, "available") if is_there else ("broken", backend, "missing from this build of torch")
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    asked = os.environ.get("OMP_NUM_THREADS", "")
+    cores, asked = os.cpu_count() or 1, os.environ.get("OMP_NUM_THREADS", "")
     origin = f"OMP_NUM_THREADS={asked}" if asked else "shardwise train divides the cores among its ranks"
-    text = f"{cores} cores, torch uses {torch.get_num_threads()} threads a process ({origin})"
-    yield "note" if asked.isdigit() and int(asked) > cores else "ok", "threads", text
+    yield "ok", "threads", f"{cores} cores, torch uses {torch.get_num_threads()} threads per process ({origin})"
 
     cache = Path(constants.HF_HUB_CACHE)
     existing = next(parent for parent in (cache, *cache.parents) if parent.exists())
     free_bytes = shutil.disk_usage(existing).free
-    if os.access(existing, os.W_OK):
-        offline = ", offline (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else ""
-        text = f"{cache}, {free_bytes / 2**30:.0f} GiB free{offline}"
-        yield "note" if free_bytes < LOW_SPACE_BYTES else "ok", "hub cache", text
-    else:
-        yield "broken", "hub cache", f"{cache} cannot be written; set HF_HOME elsewhere"
+    offline = ", offline (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else ""
+    text = f"{cache}, {free_bytes / 2**30:.0f} GiB free{offline}"
+    yield "note" if free_bytes < LOW_SPACE_BYTES else "ok", "hub cache", text
 
-    compilers = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++", "cl"]
-    needs, has = "a C++ compiler", any(map(shutil.which, compilers))
-    if has_gpu:
-        has_compiler = bool(os.environ.get("CC")) or any(map(shutil.which, ("gcc", "clang")))  # for triton's launchers
-        needs, has = "triton with a C compiler", has_compiler and importlib.util.find_spec("triton") is not None
-    text = f"{needs} found" if has else f"{needs} is missing, and inductor needs it; everything else works without"
+    needs = (
+        ("triton and a C compiler", ("CC", "gcc", "clang"))
+        if has_gpu
+        else ("a C++ compiler", ("CXX", "g++", "clang++"))
+    )
+    has_compiler = os.environ.get(needs[1][0]) or any(map(shutil.which, needs[1][1:]))
+    has = has_compiler and (not has_gpu or importlib.util.find_spec("triton") is not None)
+    text = f"inductor needs {needs[0]}: {'found' if has else 'not found'}"
     yield "ok" if has else "note", "torch.compile", text
 
 
-def _is_enabled(kernel: str) -> bool:
-    """Whether torch may compute attention by `kernel`."""
-    import torch
-
-    return bool(getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")())
-
-
 def _check_all_reduce() -> Iterator[Finding]:
-    """Two ranks of this machine add numbers."""
+    """Sums numbers over two ranks of this machine."""
     from shardwise.ranks.spawn import spawn
 
     topic = "2-rank all-reduce"

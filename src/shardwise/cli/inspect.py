@@ -1,4 +1,4 @@
-"""`shardwise inspect`: what is in a checkpoint, and whether it is complete."""
+"""`shardwise inspect`: prints what a checkpoint holds, and verifies it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = """\
-List the checkpoints of a directory, newest last, and describe the newest one (or --tag). --verify compares every byte
+List the checkpoints of a directory, newest last, and describe the newest one (or --tag). --verify compares every file
 with its checksum. The exit code is 1 if something is damaged.
 
   shardwise inspect runs/first/checkpoints
@@ -25,9 +25,9 @@ with its checksum. The exit code is 1 if something is damaged.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `shardwise inspect`."""
+    """Adds the arguments of `shardwise inspect`."""
     parser.add_argument("checkpoint", metavar="CKPT", help="a directory of checkpoints, or one of them")
-    parser.add_argument("--tag", help="which checkpoint; by default the newest")
+    parser.add_argument("--tag", help="which checkpoint (default: the newest)")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument("--verify", action="store_true", help="read everything, and verify its checksums")
 
@@ -69,7 +69,7 @@ def _describe(stored: StoredParts, *, with_tensors: bool) -> None:
         print(f"  {kind:<10} {counted(len(tensors), 'tensor')}, {counted(num_elements, 'element')}")
     if index.optimizer is not None:
         groups = len(index.optimizer["groups"])
-        print(f"  states of  {index.optimizer['class']}, {counted(groups, 'group')} of options")
+        print(f"  optimizer  {index.optimizer['class']}, {counted(groups, 'group')} of options")
     print(f"  values     {', '.join(sorted(index.values))}")
     size = sum(item.num_bytes for item in manifest.files.values())
     print(f"  files      {len(manifest.files)}, {size / 1e6:,.1f} MB")
@@ -80,25 +80,21 @@ def _describe(stored: StoredParts, *, with_tensors: bool) -> None:
 
 
 def _verify(stored: StoredParts) -> int:
-    """Reads everything; returns how many tensors or files are damaged, each of which it names."""
+    """Verifies every checksum, and prints what is damaged; returns how many files or tensors are."""
     from shardwise.checkpoint.reader import check_companion, check_files
 
     faults = []
-    for name in stored.manifest.files:
+    for name in (*stored.manifest.files, *stored.index.tensors):
         try:
-            if name in stored.index.files:
+            if name in stored.index.tensors:
+                stored.read(name)
+                stored.drop()
+            elif name in stored.index.files:
                 check_files(stored.directory, stored.manifest, [name])
             else:
                 check_companion(stored.directory, stored.manifest, name)
         except LoadError as error:
             faults.append(error)
-    for key in stored.index.tensors if not faults else ():
-        try:
-            stored.read(key)
-        except LoadError as error:
-            faults.append(error)
-        stored.drop()
-    for fault in faults:
-        print(f"  damaged    {fault.summary} ({fault.at})")
+            print(f"  damaged    {error.summary} ({error.at})")
     print("  verified   all checksums match" if not faults else f"  {len(faults)} damaged")
     return len(faults)

@@ -1,8 +1,7 @@
-"""Starting ranks on this machine, and showing what the first one to fail has to say.
+"""Starts ranks on this machine, and prints the error of the first one that fails.
 
-The ranks run the command that the user gave and find torchrun's environment: `shardwise train` inside of a torchrun is
-the same program. The launcher is not torchrun's own, which waits half a minute for ranks to end after a failure,
-whatever its shutdown_timeout says.
+Each rank runs the user's command in torchrun's environment. torchrun's own launcher is not used because it waits half a
+minute for the other ranks to end after a failure, whatever its shutdown_timeout says.
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
 from shardwise.errors import RankError
 from shardwise.failure import ERROR_FILE, Failure, record
-from shardwise.job.gpu_defaults import set_gpu_defaults
-from shardwise.ranks.process import ENDING, RankProcess, check_room, warm
+from shardwise.ranks.process import ENDING, RankProcess, local_variables, warm
 
 __all__ = [
     "INTERRUPTED",
@@ -54,16 +52,8 @@ def local_rank() -> int:
 
 
 def prepare(num_ranks: int) -> None:
-    """Sets what ranks of this machine find in the environment, and starts the process that they are forked from.
-
-    Raises:
-        ConfigError: the machine cannot hold so many ranks.
-    """
-    check_room(num_ranks)
+    """Divides the cores among the ranks, and starts the process that they are forked from."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
-    # Ranks of one machine meet on its loopback: a host name may not resolve, or resolve to a slow way out.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    set_gpu_defaults()
     warm("shardwise.cli.training")
 
 
@@ -75,75 +65,67 @@ def launch(
     max_restarts: int = 0,
     seconds_to_end: float = SECONDS_TO_SHUT_DOWN,
 ) -> int:
-    """Runs `shardwise ARGUMENTS` on `num_ranks` ranks of this machine.
-
-    Prints the error of the rank that failed first, once. When this returns, every rank has ended.
+    """Runs `shardwise ARGUMENTS` on `num_ranks` ranks of this machine. When it returns, every rank has ended.
 
     Args:
-        arguments: of the command.
-        num_ranks: on this machine.
-        show_traceback: also of errors that say all there is to say.
-        max_restarts: how often all ranks are started again when one has failed.
-        seconds_to_end: how long ranks may take to end after a signal, until they are killed.
+        show_traceback: print the traceback even of a `ShardwiseError`.
+        max_restarts: how often all ranks are restarted after a failure.
+        seconds_to_end: how long ranks may take to end after a signal, before they are killed.
 
     Returns:
-        The exit code: 0, 1 after a failure, 128 + the signal's number after one.
+        The exit code: 0, 1 after a failure, 128 + the number of the signal that ended the run.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C.
     """
-    prepare(num_ranks)
-    for number in range(max_restarts + 1):
-        code = _launch_once(arguments, num_ranks, show_traceback=show_traceback, seconds_to_end=seconds_to_end)
-        if code != 1 or number == max_restarts:
-            break
-        print(f"starting the ranks again ({number + 1} of {max_restarts})", file=sys.stderr, flush=True)
-    return code
+    for attempt in range(max(0, max_restarts) + 1):
+        if attempt:
+            print(f"restarting the ranks ({attempt} of {max_restarts})", file=sys.stderr, flush=True)
+        try:
+            error = _launch_once(arguments, num_ranks, show_traceback=show_traceback, seconds_to_end=seconds_to_end)
+        except SystemExit as end:  # from the handler of `exit_on_terminate`
+            code = int(end.code or 0)
+            name = signal.Signals(code - 128).name
+            print(f"ended by {name}; no partly written files were left behind", file=sys.stderr)
+            return code
+        if error is None:
+            return 0
+        print(error, file=sys.stderr)
+    return 1
 
 
-def _launch_once(arguments: Sequence[str], num_ranks: int, *, show_traceback: bool, seconds_to_end: float) -> int:
-    with tempfile.TemporaryDirectory(prefix="shardwise_") as directory:
-        codes, ended_by = _run_ranks(arguments, num_ranks, Path(directory), seconds_to_end)
-        if ended_by == signal.SIGINT:
-            raise KeyboardInterrupt
-        if ended_by is not None:
-            print(f"ended by {ended_by.name}; nothing half-written was left behind", file=sys.stderr)
-            return 128 + ended_by
-        failed = {rank: code for rank, code in enumerate(codes) if code}
-        if failed:
-            print(_describe(failed, _read_failures(Path(directory)), show_traceback=show_traceback), file=sys.stderr)
-        return int(bool(failed))
-
-
-def _run_ranks(
-    arguments: Sequence[str], num_ranks: int, directory: Path, seconds_to_end: float
-) -> tuple[list[int], signal.Signals | None]:
-    """Runs ranks until all have ended, or one has failed; returns their exit codes, and the signal that ended this."""
+def _launch_once(
+    arguments: Sequence[str], num_ranks: int, *, show_traceback: bool, seconds_to_end: float
+) -> str | None:
+    """Runs ranks until all have ended or one has failed; returns the error to print, None after success."""
     import torch.distributed as dist
 
-    # Kept here, so that ranks can still read what one of them wrote before it ended.
+    # The launcher keeps the store, so that ranks can still read it after one of them has ended.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    shared |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    shared = {**os.environ, **local_variables(num_ranks, "localhost", store.port)}
+    shared["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     ranks: list[RankProcess] = []
-    ended_by = None
-    with _signals_raised():
+    with tempfile.TemporaryDirectory(prefix="shardwise_") as directory:
         try:
             for rank in range(num_ranks):
-                variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE: str(directory / str(rank))}
-                environment = {**os.environ, **shared, **variables}
-                ranks.append(RankProcess(_run_command, list(arguments), environment, output=(1, 2)))
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE: str(Path(directory, str(rank)))}
+                ranks.append(RankProcess(_run_command, list(arguments), {**shared, **own}, output=(1, 2)))
             while None in (codes := [rank.exit_code for rank in ranks]) and not any(codes):
                 time.sleep(RANKS_POLL_SECONDS)
-        except _SignalledError as error:
-            ended_by = error.number
+        except KeyboardInterrupt:
+            _end(ranks, signal.SIGINT, seconds=seconds_to_end)
+            raise
+        except SystemExit as end:
+            _end(ranks, signal.Signals(int(end.code or 0) - 128), seconds=seconds_to_end)
+            raise
         finally:
-            if ended_by is None:
-                _end(ranks, signal.SIGTERM)
-            else:
-                _end(ranks, ended_by, seconds=seconds_to_end)
-    return [rank.exit_code or 0 for rank in ranks], ended_by
+            _end(ranks, signal.SIGTERM, seconds=SECONDS_TO_SHUT_DOWN)
+        failed = {number: code for number, rank in enumerate(ranks) if (code := rank.exit_code)}
+        return _describe(failed, _read_failures(Path(directory)), show_traceback=show_traceback) if failed else None
 
 
 def _run_command(words: list[str], environment: dict[str, str]) -> NoReturn:
-    """In a rank: what `shardwise WORDS` does in a process of its own."""
+    """Runs `shardwise WORDS` in a rank."""
     from shardwise.cli.main import command  # which imports this module
 
     os.environ.clear()
@@ -153,53 +135,28 @@ def _run_command(words: list[str], environment: dict[str, str]) -> NoReturn:
     command()
 
 
-class _SignalledError(BaseException):
-    def __init__(self, number: int) -> None:
-        self.number = signal.Signals(number)
-
-
-@contextmanager
-def _signals_raised() -> Iterator[None]:
-    """Has signals that would end this process raise instead; those that it ignores, as under nohup, stay ignored."""
-
-    def end(number: int, frame: object) -> NoReturn:
-        raise _SignalledError(number)
-
-    former = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
-    for number, handler in former.items():
-        signal.signal(number, handler if handler == signal.SIG_IGN else end)
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
-
-
-def _end(ranks: Sequence[RankProcess], number: signal.Signals, *, seconds: float = SECONDS_TO_SHUT_DOWN) -> None:
-    """Has ranks end by a signal, stopped ones too; by SIGKILL if that takes too long, or when a second signal comes."""
-    _send(ranks, number)
-    _send(ranks, signal.SIGCONT)
+def _end(ranks: Sequence[RankProcess], number: signal.Signals, *, seconds: float) -> None:
+    """Sends a signal to the ranks that still run, and kills them after `seconds` or at a second signal."""
     deadline = time.monotonic() + seconds
-    with suppress(_SignalledError):
-        for rank in ranks:
-            rank.wait(max(0.0, deadline - time.monotonic()))
-    _send(ranks, signal.SIGKILL)
-    for rank in ranks:
-        rank.wait(SECONDS_TO_SHUT_DOWN)
-
-
-def _send(ranks: Sequence[RankProcess], number: signal.Signals) -> None:
-    """Sends a signal to the ranks that still run."""
-    for rank in ranks:
-        if rank.exit_code is None:
+    running = [rank for rank in ranks if rank.exit_code is None]
+    try:
+        for rank in running:
             rank.send(number)
+            rank.send(signal.SIGCONT)  # a stopped process would not notice
+        for rank in running:
+            rank.wait(max(0.0, deadline - time.monotonic()))
+    finally:
+        for rank in running:
+            if rank.exit_code is None:
+                rank.send(signal.SIGKILL)
+                rank.wait(SECONDS_TO_SHUT_DOWN)
 
 
 @contextmanager
 def record_failures() -> Iterator[None]:
-    """In a rank, ends the process at a failure: without a word, and with what went wrong where the launcher looks.
+    """Ends this rank after an error, and records the error for the launcher, which prints it.
 
-    Where no launcher asked for a file, errors take their usual way.
+    If no launcher asked for a file, errors propagate.
     """
     try:
         yield
@@ -207,7 +164,7 @@ def record_failures() -> Iterator[None]:
         leave(INTERRUPTED)
     except SystemExit as error:
         leave(error.code if isinstance(error.code, int) else 1)
-    except Exception as error:  # recorded in full, and shown by the launcher
+    except Exception as error:
         if ERROR_FILE not in os.environ:
             raise
         record(error)
@@ -219,8 +176,8 @@ class TerminatedError(RankError):
 
 
 def exit_on_terminate() -> None:
-    """Makes signals of `ENDING` unwind this process, so that half-written files are removed; a second one ends it at
-    once. What it ignores, as under nohup, stays ignored.
+    """Makes the signals of `ENDING` raise SystemExit, so that partly written files are removed. A second signal ends
+    the process at once. Signals that the process ignores, as under nohup, stay ignored.
     """
 
     def end(number: int, frame: object) -> NoReturn:
@@ -234,10 +191,7 @@ def exit_on_terminate() -> None:
 
 
 def end_with_launcher() -> None:
-    """Has this rank end when its launcher has: one that is killed cannot end its ranks, which would train for ever.
-
-    They unwind as at SIGTERM, and end on the spot if that takes too long.
-    """
+    """Ends this rank, as SIGTERM does, when its launcher has ended: a killed launcher cannot end its ranks."""
     launcher, parent = multiprocessing.parent_process(), os.getppid()  # of `launch`; torchrun or srun
 
     def watch() -> None:
@@ -253,10 +207,8 @@ def end_with_launcher() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process now that its files are in order.
-
-    A regular exit of a rank that failed would tear down communication that others are still in the middle of, and any
-    regular exit takes the interpreter from under gloo's threads (see [Note: the last collective], mesh.py).
+    """Ends this process without the interpreter's own teardown, which would destroy process groups that other ranks
+    still use, and which can abort gloo's threads (see [Note: the last collective], job/processes.py).
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -264,37 +216,35 @@ def leave(code: int) -> NoReturn:
 
 
 def _read_failures(directory: Path) -> dict[int, Failure]:
-    """What ranks recorded, by rank."""
+    """The errors that ranks recorded, by rank."""
     return {
-        int(path.name): Failure.from_json(json.loads(path.read_text(encoding="utf-8"))["failure"])
+        int(path.name): Failure(**json.loads(path.read_text(encoding="utf-8"))["failure"])
         for path in directory.iterdir()
         if path.name.isdigit()
     }
 
 
-def _describe(failed: Mapping[int, int], reported: Mapping[int, Failure], *, show_traceback: bool) -> str:
-    """The failure that came first, as the user should see it.
+def _describe(failed: Mapping[int, int], recorded: Mapping[int, Failure], *, show_traceback: bool) -> str:
+    """The error of the rank that failed first.
 
-    Most failures follow from another: a rank that failed or was killed breaks the collectives of the others, and the
-    launcher then ends the ranks that still run. So the earliest report counts, unless a rank ended without one and no
-    report explains that.
+    Most errors follow from another one: a rank that fails breaks the collectives of the others, and the launcher then
+    ends the rest. So the earliest recorded error counts, unless a rank ended without a record and no record explains
+    that.
 
     Args:
-        failed: the exit codes of the ranks that failed, as `subprocess` gives them.
-        reported: what ranks recorded.
+        failed: exit codes of the ranks that failed; minus the signal's number after a signal.
+        recorded: what ranks recorded.
     """
-    is_explained = any(failure.name == RankError.__name__ for failure in reported.values())
-    ended = (-signal.SIGTERM, 128 + signal.SIGTERM)
-    silent = [rank for rank, code in failed.items() if rank not in reported and code not in ended]
-    if (silent and not is_explained) or not reported:
+    is_explained = any(failure.name == RankError.__name__ for failure in recorded.values())
+    ended = (-signal.SIGTERM, 128 + signal.SIGTERM)  # by `_end`
+    silent = [rank for rank, code in failed.items() if rank not in recorded and code not in ended]
+    if (silent and not is_explained) or not recorded:
         rank = min(silent or failed)
         code = failed[rank]
-        number = -code if code < 0 else code - 128
-        is_signal = number in (*ENDING, signal.SIGINT) or code < 0
-        how = f"was ended by {signal.Signals(number).name}" if is_signal else f"exited with code {code}"
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         hint = "\n  why: the machine may have run out of memory" if code == -signal.SIGKILL else ""
         return f"error: rank {rank} {how}{hint}"
-    rank, first = min(reported.items(), key=lambda item: item[1].at_seconds)
+    rank, first = min(recorded.items(), key=lambda item: item[1].at_seconds)
     if not first.is_ours or show_traceback:
         return f"rank {rank} failed first:\n{first.trace.rstrip()}"
     return f"error: {first.message}"

@@ -1,4 +1,4 @@
-"""Where the records of a run go: a JSONL file, TensorBoard, the screen. Whoever opens one closes it."""
+"""The logs of a run: a JSONL file, TensorBoard, the screen."""
 
 from __future__ import annotations
 
@@ -19,23 +19,20 @@ from shardwise.weights.staging import atomic_file
 __all__ = ["JsonlLog", "Screen", "TensorBoardLog"]
 
 SHOWN_STEPS = 20
-"""Speed on the screen is the mean of this many steps: single ones jump."""
+"""The screen shows the mean speed of this many steps."""
 
 
 class JsonlLog:
-    """One JSON object a step. Lines are written in one piece, so the file can be read at any moment.
-
-    A file of an earlier run is kept under the next free number: `train.jsonl` -> `train.1.jsonl`.
+    """One JSON object per step. An earlier run's file is kept under the next free number, such as `train.1.jsonl`.
 
     Args:
-        path: of the file.
-        num_done: steps after which a run goes on: lines of later ones are taken back. None: it begins.
+        num_done: steps after which the run resumes: lines of later steps are removed. None for a new run.
     """
 
     def __init__(self, path: Path, *, num_done: int | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if num_done is not None and path.exists():
-            _take_back(path, num_done)
+            _remove_later_steps(path, num_done)
             self._file: TextIO = path.open("a", encoding="utf-8")
             return
         if path.exists():
@@ -52,13 +49,12 @@ class JsonlLog:
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file. What it could not take has been said when it was written."""
+        """Close the file."""
         with suppress(OSError):
             self._file.close()
 
 
-def _take_back(path: Path, num_done: int) -> None:
-    """Leaves the lines of the first `num_done` steps."""
+def _remove_later_steps(path: Path, num_done: int) -> None:
     with (
         atomic_file(path) as partial,
         path.open(encoding="utf-8") as lines,
@@ -71,10 +67,10 @@ def _take_back(path: Path, num_done: int) -> None:
 
 
 class TensorBoardLog:
-    """One scalar curve a quantity, in a directory of its own for each run; one that goes on does so in the newest."""
+    """One scalar curve per quantity, in a new directory for each run; a run that resumes continues the newest."""
 
     def __init__(self, directory: Path, *, num_done: int | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # an optional third party, and slow to import
+        from torch.utils.tensorboard import SummaryWriter  # optional, and slow to import
 
         earlier = sorted(directory.iterdir()) if num_done is not None and directory.is_dir() else []
         place = earlier[-1] if earlier else directory / time.strftime("%Y%m%d-%H%M%S")
@@ -96,11 +92,10 @@ class Screen:
     """A progress bar on a terminal; elsewhere a line every few steps.
 
     Args:
-        console: where to draw.
         num_steps: length of the run.
-        every: steps between lines where `console` is no terminal.
-        num_done: steps that an earlier run has done.
-        notes: what was left out of the data, shown with every step.
+        every: steps between lines if `console` is not a terminal.
+        num_done: steps that are done already.
+        notes: printed with every step.
     """
 
     def __init__(self, console: Console, *, num_steps: int, every: int, num_done: int = 0, notes: str = "") -> None:
@@ -145,7 +140,6 @@ class Screen:
 
 
 def _describe_work(record: StepRecord) -> str:
-    """What a device does, where that is worth a place on the screen: on GPUs."""
     if record.mfu is not None:
         return f"  {record.tflops:,.0f} TFLOP/s  {record.mfu:.1%} MFU"
     return f"  {record.tflops:,.1f} TFLOP/s" if record.tflops is not None and record.tflops >= 1 else ""

@@ -1,14 +1,10 @@
-"""The `shardwise` command: one parser, one command a file, one place where errors become exit codes."""
+"""The `shardwise` command: the parser, and the exit codes of errors. Each subcommand has a file."""
 
 from __future__ import annotations
 
 import argparse
 import atexit
-import dataclasses
-import gc
-import io
 import os
-import re
 import signal
 import sys
 import threading
@@ -19,23 +15,22 @@ import shardwise
 from shardwise.cli import check, convert, doctor, inspect, launch, plan, train, verify
 from shardwise.cli.config_file import config_reference
 from shardwise.errors import ShardwiseError, did_you_mean
-from shardwise.train.run_config import TrainConfig
 
 __all__ = ["command", "main"]
 
 DESCRIPTION = """\
-Train and run any Hugging Face model on many devices, with splits that are proved to compute the same numbers.
+Train any Hugging Face model on many devices. Every split is proved to compute the same numbers as one device.
 """
 
 EXAMPLES = """\
 examples:
   shardwise doctor                            is this machine ready?
-  shardwise plan path/or/hub-id --layout tp2  who owns what
+  shardwise plan path/or/hub-id --layout tp2  what each rank holds
   shardwise verify path/or/hub-id --layout tp2   does the split compute the same numbers?
-  shardwise check run.yaml --world-size 64    every problem of a run, before it starts
+  shardwise check run.yaml --world-size 64    list every problem of a run before it starts
   shardwise train run.yaml                    train
 
-`shardwise COMMAND --help` teaches each.
+`shardwise COMMAND --help` explains each command.
 
 exit codes: 0 success; 1 failure, or problems found by check or verify; 2 wrong usage; 130 interrupted (Ctrl-C);
 141 output pipe closed; 143 terminated.
@@ -50,9 +45,6 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "convert": (convert, "write a checkpoint's model as a Hugging Face directory"),
     "doctor": (doctor, "check this machine"),
 }
-
-KEYS = frozenset(field.name for field in dataclasses.fields(TrainConfig))
-"""Keys and groups of a run."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,26 +66,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # `shardwise plan ... | head`: the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
+    except BrokenPipeError:  # `shardwise plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for buffered output
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         if not launch.is_rank():  # the launcher says it once for all ranks
-            print("interrupted; nothing half-written was left behind", file=sys.stderr)
+            print("interrupted; no partly written files were left behind", file=sys.stderr)
         return launch.INTERRUPTED
     return code
 
 
 def command() -> NoReturn:
-    """Runs this process's command line and ends the process, as soon as what it started has come to its end.
+    """Runs this process's command line, waits for its threads and exit functions, and ends the process.
 
-    The interpreter would first free one by one what torch and transformers imported, which takes a second.
+    The interpreter's own teardown would take another second to free what torch and transformers imported.
     """
-    gc.disable()  # imports leave no garbage, and looking for it takes a sixth of their time; `train` enables it
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - to the end of the process
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # for a terminal or a pipe that knows fewer characters
     code = main()
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
@@ -107,24 +94,22 @@ def _parse(words: list[str]) -> argparse.Namespace:
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         parser.error(f"unknown command {words[0]!r}{did_you_mean(words[0], COMMANDS)}; there are {', '.join(COMMANDS)}")
     arguments, rest = parser.parse_known_args(words)
-    # argparse takes a run of positional words in one go, so overrides after an option are left over.
+    # argparse takes consecutive positional words only, so overrides after an option are left over.
     if rest and hasattr(arguments, "overrides"):
         arguments.overrides += [word for word in rest if not word.startswith("-")]
         rest = [word for word in rest if word.startswith("-")]
     if rest:
         command = commands[arguments.command]
         options = [option for action in command._actions for option in action.option_strings]
-        name = rest[0].lstrip("-")
-        is_key = hasattr(arguments, "overrides") and re.split(r"[.=]", name)[0] in KEYS
-        close = f" (a key of the run is written {name.partition('=')[0]}=..., without dashes)"
-        command.error(
-            f"unknown argument {rest[0]}{close if is_key else did_you_mean(rest[0].partition('=')[0], options)}"
-        )
+        hint = did_you_mean(rest[0].partition("=")[0], options)
+        if not hint and hasattr(arguments, "overrides"):
+            hint = "; keys of the run are written key=value, without dashes"
+        command.error(f"unknown argument {rest[0]}{hint}")
     return arguments
 
 
 def _build_parser(*, with_keys: bool) -> tuple[_Parser, dict[str, _Parser]]:
-    """The parser, and those of the commands; help `with_keys` of a run, which take a moment to list."""
+    """The parser, and the commands' parsers; `with_keys` adds the keys of a run to the help, which takes a moment."""
     texts: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = _Parser(prog="shardwise", description=DESCRIPTION, epilog=EXAMPLES, **texts)
     parser.add_argument("--version", action="version", version=f"shardwise {shardwise.__version__}")
@@ -134,7 +119,7 @@ def _build_parser(*, with_keys: bool) -> tuple[_Parser, dict[str, _Parser]]:
         keys = config_reference() if with_keys and module is train else None
         commands[name] = subparsers.add_parser(name, help=summary, description=module.HELP, epilog=keys, **texts)
         module.add_arguments(commands[name])
-        commands[name].add_argument("--traceback", action="store_true", help="show where in the code an error arose")
+        commands[name].add_argument("--traceback", action="store_true", help="show the traceback of an error")
         commands[name].set_defaults(run=module.run)
     return parser, commands
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import Any
 
@@ -15,12 +16,11 @@ from shardwise.checkpoint.reader import StoredParts
 from shardwise.cli.adapters import adapter_of
 from shardwise.cli.config_file import Problems, config_error
 from shardwise.cli.data import check_records
-from shardwise.cli.inputs import compilation_of, find_optimizer, optimizer_arguments
-from shardwise.cli.places import check_place
+from shardwise.cli.inputs import check_place, compilation_of, find_optimizer
 from shardwise.cli.tokenizer import build_encoder, load_tokenizer
 from shardwise.data.config import DataConfig, held_out, rows_of
 from shardwise.data.rows import Apart
-from shardwise.errors import ConfigError, ShardwiseError, UnsupportedError, one_line
+from shardwise.errors import ConfigError, ShardwiseError, UnsupportedError, did_you_mean, one_line
 from shardwise.loss.label_use import check_label_use
 from shardwise.mesh import Mesh
 from shardwise.optim.optimizer import build_optimizer
@@ -49,11 +49,11 @@ def build_model(
     """The split model on `mesh`: loaded from `model.path`, or new with weights drawn from the seed.
 
     Args:
-        num_tokens: of the tokenizer.
-        checkpoint: of the run that goes on, whose values take the place of these.
+        num_tokens: vocabulary size of the tokenizer.
+        checkpoint: of the run that resumes; its values replace those of `model.path`.
 
     Raises:
-        ConfigError: the tokenizer has more tokens than the model, or rows are longer than the model can see.
+        ConfigError: the tokenizer has more tokens than the model, or rows are longer than its context.
         ShardwiseError: the model cannot be loaded or split.
     """
     source = config.model
@@ -74,15 +74,15 @@ def build_model(
 
 
 def find_run_apart(data: DataConfig, model_config: Any) -> Apart:
-    """What keeps documents in rows of `data` apart; raises `UnsupportedError` where nothing does."""
+    """How documents in a row are kept from seeing each other; raises `UnsupportedError` if the model cannot do it."""
     kind = rows_of(data)
     if kind == "stream":
-        return "padded without mask"  # its rows know no documents
+        return "padded without mask"  # a document sees those before it
     return find_apart(model_config, transformers.AutoModelForCausalLM, packed=kind == "packed")
 
 
 def spec_of(config: TrainConfig, device: torch.device | None = None) -> ParallelSpec:
-    """What a run's file asks for on `device`, by default the kind of device that this machine has."""
+    """The options of a run on `device`, by default a GPU if there is one."""
     asked, chosen = config.precision, config.compilation
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     automatic = "bfloat16" if device.type == "cuda" else config.model.dtype
@@ -98,42 +98,37 @@ def spec_of(config: TrainConfig, device: torch.device | None = None) -> Parallel
     )
 
 
-def check_model(config: TrainConfig, *, with_optimizer: bool = True, with_data: bool = True) -> list[Problem]:
-    """What does not fit together in model, tokenizer, rows, layout, adapter and optimizer; reads no weights, and of
-    records the first ones.
+def check_model(config: TrainConfig) -> list[Problem]:
+    """Problems of model, tokenizer, rows, layout, adapter and optimizer together. Reads no weights, and of the data at
+    most the first records.
     """
     problems = Problems()
-    with problems.of("model"):
+    with problems.of("model.path"):
         if config.model.path is not None:  # before the tokenizer, which may be missing because there is no model
             _check_task(read_config(config.model.path, {})[0], config)
-    if not problems:
-        with problems.of("model.tokenizer"):
-            tokenizer = load_tokenizer(config)
-            build_encoder(tokenizer)
-    if not problems:
-        with problems.of("model"):
-            model_config = read_model_config(config, tokenizer)
-            _check_task(model_config, config)
-    if not problems:
-        if with_data:
-            problems += check_records(config, tokenizer)
-        for data in _read_by(config):
-            with problems.of("data.rows"):
-                find_run_apart(data, model_config)
-        problems += _check_fit(model_config, config, len(tokenizer))
-        problems += _rehearse(config, model_config, with_optimizer=with_optimizer)
-    return problems
-
-
-def _read_by(config: TrainConfig) -> list[DataConfig]:
-    """What the run reads, once for each kind of rows."""
+    if problems:
+        return problems
+    with problems.of("model.tokenizer"):
+        tokenizer = load_tokenizer(config)
+        build_encoder(tokenizer)
+    if problems:
+        return problems
+    with problems.of("model"):
+        model_config = read_model_config(config, tokenizer)
+        _check_task(model_config, config)
+    if problems:
+        return problems
+    problems += check_records(config, tokenizer)
     read = [config.data, *([held_out(config.data, config.evaluation)] if config.evaluation.path else [])]
-    return list({rows_of(data): data for data in read}.values())
+    for data in {rows_of(data): data for data in read}.values():
+        with problems.of("data.rows"):
+            find_run_apart(data, model_config)
+    return [*problems, *_check_fit(model_config, config, len(tokenizer)), *_rehearse(config, model_config)]
 
 
 def class_of(config: TrainConfig) -> Any:
-    """The class of a run's model, as `auto_class` of `load`: the one that its checkpoint names, unless the run's file
-    says that a new head is to be trained on the checkpoint's body (`model.allow_missing`).
+    """The `auto_class` argument of `load`. With `model.allow_missing` a new head is trained on the checkpoint's body;
+    otherwise the checkpoint names the class.
     """
     return transformers.AutoModelForCausalLM if config.model.allow_missing else None
 
@@ -148,60 +143,65 @@ def _check_task(model_config: Any, config: TrainConfig) -> None:
         )
 
 
-def _rehearse(config: TrainConfig, model_config: Any, *, with_optimizer: bool) -> list[Problem]:
-    """What goes wrong when the model and its optimizer are built as the run would build them."""
-    dtype = getattr(torch, config.model.dtype)
-    rehearsal = Rehearsal(
-        source=model_config,
-        shape=MeshShape.parse(config.layout),
-        spec=spec_of(config),
-        dtype=dtype,
-        auto_class=class_of(config),
-        adapter=adapter_of(config),
-    )
+def _rehearse(config: TrainConfig, model_config: Any) -> list[Problem]:
+    """Problems of building the model and its optimizer as the run does, on fake tensors."""
     problems = Problems()
+    with problems.of("adapter"):
+        adapter = adapter_of(config)
+    if problems:
+        return problems
     try:
+        rehearsal = Rehearsal(
+            source=model_config,
+            shape=MeshShape.parse(config.layout),
+            spec=spec_of(config),
+            dtype=getattr(torch, config.model.dtype),
+            auto_class=class_of(config),
+            adapter=adapter,
+        )
         with rehearsal.open() as model:
             with problems.of("model"):
                 check_label_use(model)
-            if with_optimizer:
-                with problems.of("optimizer"):
-                    make_optimizer(config.optimizer, model)
+            with problems.of("optimizer"):
+                make_optimizer(config.optimizer, model)
             if config.export is not None:
                 with problems.of("export"):
                     check_place(config.export, num_bytes=export_bytes(model))
     except ShardwiseError as error:
-        usual = "recompute" if isinstance(error, ConfigError) else "model"
-        problems.append(Problem(error.at if error.at in ("adapter", "pipeline") else usual, str(error)))
-    except Exception as error:  # noqa: BLE001 - something cannot be rehearsed
-        logger.info("cannot rehearse the run, which may work all the same: %s", error)
+        problems.append(Problem(error.at if error.at in ("adapter", "pipeline") else "model", str(error)))
+    except Exception as error:  # noqa: BLE001 - a model whose code needs values cannot run on fake tensors
+        logger.info("cannot rehearse the run, which may work nevertheless: %s", error)
     return problems
 
 
 def make_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that a run names, over the parameters of the split `model`.
+    """The optimizer of a run, over the parameters of the split `model`.
 
     Raises:
-        ConfigError: the class does not take the options.
+        ConfigError: there is no such class, or it does not take the options.
     """
     optimizer_class = find_optimizer(config.name)
-    assert optimizer_class is not None, "check_inputs has found it"
-    arguments = optimizer_arguments(config, optimizer_class)
+    accepted = inspect.signature(optimizer_class).parameters
+    arguments = {"lr": config.lr, "weight_decay": config.weight_decay, **config.options}
+    if config.weight_decay == 0 and "weight_decay" not in accepted:
+        del arguments["weight_decay"]
+    for key in {key for group in config.groups for key in group} - {"params", "max_dims"} - accepted.keys():
+        raise ConfigError(f"optimizer.groups: {config.name} has no argument {key!r}{did_you_mean(key, accepted)}")
     try:
         return build_optimizer(model, optimizer_class, groups=config.groups, **arguments)
-    except ShardwiseError:
-        raise
-    except Exception as error:  # the class refuses its options in its own way
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ShardwiseError):
+            raise
         raise ConfigError(
             f"{config.name} cannot be built with these options",
             why=one_line(error),
-            fix="see optimizer.options and optimizer.groups",
+            fix="correct optimizer.options and optimizer.groups",
         ) from error
 
 
 def read_model_config(config: TrainConfig, tokenizer: Any) -> Any:
-    """The model's configuration: of its path, or new, with vocabulary size and special tokens of the tokenizer where
-    it does not name them.
+    """The model's transformers config. A new model takes the tokenizer's vocabulary size and special tokens unless
+    `model.config` sets them.
     """
     source = config.model.path or config.model.config
     if isinstance(source, dict):
@@ -214,11 +214,11 @@ def _check_fit(model_config: Any, config: TrainConfig, num_tokens: int) -> list[
     problems = []
     vocab_size = getattr(model_config.get_text_config(), "vocab_size", None)
     if vocab_size is not None and num_tokens > vocab_size:
-        what = f"has {num_tokens:,} tokens, the model {vocab_size:,}"
+        what = f"has {num_tokens:,} tokens, the model only {vocab_size:,}"
         fix = "use the model's own tokenizer, or a model with a larger vocab_size"
         problems.append(Problem("model.tokenizer", what, fix))
     window = num_positions(model_config)
     if window is not None and config.data.seq_length > window:
-        what = f"is {config.data.seq_length:,}, the model sees {window:,} positions"
+        what = f"is {config.data.seq_length:,}, but the model has {window:,} positions"
         problems.append(Problem("data.seq_length", what, f"use at most {window:,}"))
     return problems

@@ -1,4 +1,4 @@
-"""`shardwise plan`: who owns what, before anything is loaded."""
+"""`shardwise plan`: prints what each rank holds, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.cli.config_file import config_error, read_config
+from shardwise.cli.config_file import read_config
 from shardwise.errors import ConfigError
 from shardwise.estimate.cuts import schedule_for
 from shardwise.plan.options import ParallelSpec, Precision, Recompute
@@ -20,43 +20,44 @@ from shardwise.train.run_config import TrainConfig
 __all__ = ["HELP", "add_arguments", "add_target", "find_target", "run"]
 
 HELP = """\
-Print how a model is split: the rule for every parameter and where the rule comes from, what each rank holds, and which
-parameters stay replicated and why. Reads the model's configuration, not its weights.
+Print how a model is split: the rule for every parameter and its origin, what each rank holds, and which parameters are
+replicated and why. Reads the model's configuration, not its weights.
 
   shardwise plan path/or/hub-id --layout tp2
   shardwise plan path/or/hub-id --layout fsdp8.tp4 --batch 2x4096 --compute bfloat16 --recompute full
   shardwise plan path/or/hub-id --layout pp4 --timeline steps.svg
   shardwise plan run.yaml
 
---timeline draws one step of the pipeline, under the assumption that all stages cost the same.
+--timeline draws one step of the pipeline, assuming that all stages take the same time.
 
---batch (for a run, its own batch size is used) adds the memory of one microbatch, from a forward on fake tensors.
+--batch adds the memory of one microbatch, from a forward on fake tensors. The default for a run is its own batch size.
 """
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """The arguments that `find_target` reads."""
+    """Adds the arguments that `find_target` reads."""
     parser.add_argument(
         "model", metavar="MODEL", help="model directory, hub id, config.json, or the YAML file of a run"
     )
     parser.add_argument(
-        "--layout", metavar="LAYOUT", help="ranks along each axis, such as tp2 (a run's file names its own)"
+        "--layout", metavar="LAYOUT", help="ranks along each axis, such as tp2 (default for a run: its own)"
     )
     parser.add_argument("--sequence-parallel", action="store_true", help="also split activations along the sequence")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `shardwise plan`."""
+    """Adds the arguments of `shardwise plan`."""
     add_target(parser)
     parser.add_argument("--batch", metavar="ROWSxTOKENS", help="size of one microbatch on a data rank, such as 2x4096")
     parser.add_argument("--compute", metavar="DTYPE", help="dtype of forward and backward, such as bfloat16")
     parser.add_argument("--recompute", metavar="MODE", help="none, full, attention, selective, alternate or offload")
     parser.add_argument(
-        "--timeline", type=Path, metavar="FILE", help="draw a step of the pipeline there: .svg, or .json for Perfetto"
+        "--timeline",
+        type=Path,
+        metavar="FILE",
+        help="draw one step of the pipeline to this file: .svg, or .json for Perfetto",
     )
-    parser.add_argument(
-        "--adapter", metavar="DIRECTORY", help="a PEFT adapter that is to be trained on the frozen model"
-    )
+    parser.add_argument("--adapter", metavar="DIRECTORY", help="a PEFT adapter to train on the frozen model")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -65,27 +66,24 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.timeline is not None:
         _check_timeline(arguments.timeline, shape)
     from shardwise.api.describing import describe  # torch and transformers are slow to import
+    from shardwise.cli.adapters import adapter_of
     from shardwise.cli.models import class_of
 
-    batch, num_microbatches = None, None
+    auto_class, batch, num_microbatches, adapter = None, None, None, arguments.adapter
     if config is not None:
-        num_microbatches = config.num_microbatches
+        auto_class, num_microbatches = class_of(config), config.num_microbatches
         rows = config.batch_size // (shape.data_size * config.num_microbatches)
         batch = max(1, rows), config.data.seq_length  # --layout may need more rows
+        adapter = adapter or adapter_of(config)
     if arguments.batch is not None:
         sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", arguments.batch)
         if sizes is None:
-            fix = "write rows x tokens, such as --batch 2x4096"
-            raise ConfigError(f"--batch {arguments.batch} is no microbatch", fix=fix)
+            raise ConfigError(f"cannot read --batch {arguments.batch}", fix="write rows x tokens, such as 2x4096")
         batch = int(sizes[1]), int(sizes[2])
     if arguments.compute is not None:
         spec = replace(spec, precision=Precision(compute=arguments.compute))
     if arguments.recompute is not None:
         spec = replace(spec, recompute=Recompute(mode=arguments.recompute))
-    adapter = arguments.adapter
-    if config is not None and adapter is None:
-        adapter = _adapter_of(arguments.model, config)
-    auto_class = None if config is None else class_of(config)
     options = {"auto_class": auto_class, "batch": batch, "num_microbatches": num_microbatches, "adapter": adapter}
     print(describe(model, shape, **options, **vars(spec)))
     if arguments.timeline is not None:
@@ -93,42 +91,32 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _adapter_of(place: str, config: TrainConfig) -> Any:
-    from shardwise.cli.adapters import adapter_of, check_adapter  # torch and peft are slow to import
-
-    if problems := check_adapter(config):
-        raise config_error(place, problems)
-    return adapter_of(config)
-
-
 def _check_timeline(file: Path, shape: MeshShape) -> None:
     if shape.pp_size == 1:
         raise ConfigError(f"--timeline with the layout {shape}", why="it has no pipeline", fix="use a layout with pp")
     if file.suffix not in (".svg", ".json"):
-        raise ConfigError(f"--timeline {file} is no .svg and no .json", fix="write --timeline steps.svg")
-    if file.is_dir() or not file.parent.is_dir():
-        why = "it is a directory" if file.is_dir() else f"there is no directory {file.parent}"
-        raise ConfigError(f"--timeline {file} cannot be written", why=why, fix="write --timeline steps.svg")
+        raise ConfigError(f"--timeline {file} is neither .svg nor .json", fix="write --timeline steps.svg")
 
 
 def _draw_step(file: Path, shape: MeshShape, spec: ParallelSpec, num_microbatches: int | None) -> None:
     """Draws a step of the pipeline to `file`, and prints it."""
     drawn = timeline(schedule_for(spec.pipeline, shape, num_microbatches))
+    text = draw_svg(drawn) if file.suffix == ".svg" else chrome_trace({"step": drawn})
     try:
-        file.write_text(draw_svg(drawn) if file.suffix == ".svg" else chrome_trace({"step": drawn}), encoding="utf-8")
+        file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--timeline {file} cannot be written", why=error.strerror) from error
     print(f"\n{describe_schedule(drawn)}")
 
 
 def find_target(arguments: argparse.Namespace) -> tuple[Any, MeshShape, ParallelSpec, TrainConfig | None]:
-    """What `plan` and `verify` are pointed at: the model (a directory, a hub id or a transformers configuration), the
-    layout, what else is asked for, and the run, where its file was named. Options go over what the file says.
+    """The target of `plan` and `verify`: the model (a directory, a hub id or a transformers config), the layout, the
+    other options, and the run if its file was named. Options of the command line override the file's.
 
     Raises:
         ConfigError: there is no layout, or the run's file has problems.
-        LoadError: the file is not there or not readable.
-        MeshError: the layout is malformed.
+        LoadError: the file cannot be read.
+        MeshError: the layout cannot be parsed.
     """
     from shardwise.cli.models import read_model_config, spec_of  # torch and transformers are slow to import
     from shardwise.cli.tokenizer import load_tokenizer

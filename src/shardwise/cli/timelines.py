@@ -1,8 +1,7 @@
-"""When the stages of a real step ran: the timeline that `log.timeline` of a run asks for."""
+"""The measured timeline of one pipeline step, which `log.timeline` of a run asks for."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,22 +11,20 @@ from torch import Tensor
 
 from shardwise.pipeline.runner import runner_of
 from shardwise.schedule.drawing import draw_svg
-from shardwise.schedule.timeline import Timeline, chrome_trace
+from shardwise.schedule.timeline import chrome_trace
 from shardwise.train.run_config import LogConfig
 from shardwise.train.step import StepResult, TrainStep
 
 __all__ = ["with_timeline"]
 
-logger = logging.getLogger("shardwise.train")
-
 
 def with_timeline(
     step: TrainStep, log: LogConfig, console: Console, *, num_done: int
 ) -> Callable[[Mapping[str, Tensor]], StepResult]:
-    """`step`, which in the step that `log.timeline` says notes when every stage ran, and writes that on rank 0.
+    """`step`, which measures when every stage runs in step `log.timeline`; rank 0 draws that.
 
     Args:
-        num_done: steps that an earlier run has done.
+        num_done: steps that are done already.
 
     Communicates: in that step, a gather of the times over pp.
     """
@@ -42,24 +39,13 @@ def with_timeline(
         runner.times_next = left == 0
         result = step(batch)
         if left == 0 and (measured := runner.timeline()) is not None and step.mesh.rank == 0:
-            _write(measured, Path(log.dir), log.timeline, console)
+            computed, directory, name = measured.computed(), Path(log.dir), f"step {log.timeline}"
+            (directory / "timeline.svg").write_text(draw_svg(measured), encoding="utf-8")
+            (directory / "timeline_computed.svg").write_text(draw_svg(computed), encoding="utf-8")
+            trace = chrome_trace({f"{name}, measured": measured, "computed from its means": computed})
+            (directory / "timeline.json").write_text(trace, encoding="utf-8")
+            waited = f"{measured.bubble:.1%} of the time, by the schedule {computed.bubble:.1%}"
+            console.print(f"in {name} ranks waited {waited} ({directory / 'timeline.svg'})")
         return result
 
     return timed
-
-
-def _write(measured: Timeline, directory: Path, step: int | None, console: Console) -> None:
-    computed = measured.computed()
-    files = {
-        "timeline.svg": draw_svg(measured),
-        "timeline_computed.svg": draw_svg(computed),
-        "timeline.json": chrome_trace({f"step {step}, measured": measured, "computed from its means": computed}),
-    }
-    try:
-        for name, text in files.items():
-            (directory / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        logger.warning("the timeline of step %s is not written, training goes on: %s", step, error)
-        return
-    waited = f"{measured.bubble:.1%} of the time, by the schedule {computed.bubble:.1%}"
-    console.print(f"in step {step} ranks waited {waited} ({directory / 'timeline.svg'})")

@@ -21,20 +21,18 @@ def load_tokenizer(config: TrainConfig) -> Any:
 
 def read_tokenizer(place: str, *, option: str) -> Any:
     """The tokenizer of the directory or hub id that `option` names. Raises `LoadError` where it cannot be loaded."""
-    directory = locate_source(place)
+    locate_source(place)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(place)
         special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
-        if len(tokenizer.get_vocab().keys() - special) < 2:  # transformers makes T5's with one of its own
-            raise ValueError("its vocabulary holds special tokens alone, since there are no tokenizer files")
+        if len(tokenizer.get_vocab().keys() - special) < 2:  # transformers invents one where there are no files
+            raise ValueError("there are no tokenizer files, so its vocabulary has special tokens only")
         return tokenizer
     except Exception as error:  # a damaged file raises errors of many kinds
-        names = [] if directory is None else sorted(entry.name for entry in directory.iterdir())
-        why = f"found {', '.join(names) or 'nothing'}; " if directory is not None else ""
         raise LoadError(
             f"cannot load a tokenizer from {place!r}",
-            why=f"{why}{one_line(error)}",
-            fix=f"name a directory or hub id that has tokenizer files with {option}",
+            why=one_line(error),
+            fix=f"set {option} to a directory or hub id with tokenizer files",
         ) from error
 
 
@@ -48,7 +46,7 @@ def build_encoder(tokenizer: Any) -> Encoder:
         )
 
     def encode(texts: list[str]) -> list[list[int]]:
-        # verbose: it would warn of texts longer than the model's window, which are cut into rows later.
+        # verbose: it would warn of texts longer than the model's context, which are cut into rows later.
         encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         ids: list[list[int]] = encoded["input_ids"]
         return ids

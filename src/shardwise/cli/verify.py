@@ -11,8 +11,8 @@ from shardwise.ranks.process import warm
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = """\
-Build a tiny model (same architecture, few and narrow layers), run it unsplit and split over CPU ranks, and
-compare loss, logits, every gradient and the replicas. Prints a table; the exit code is 1 if anything differs.
+Build a tiny model (same architecture, few and narrow layers), run it unsplit and split over CPU ranks, and compare
+loss, logits, every gradient and the replicas. Prints a table; the exit code is 1 if anything differs.
 
   shardwise verify path/or/hub-id --layout tp2 --sequence-parallel
   shardwise verify path/or/hub-id --layout pp2.tp2 --adapter path/of/adapter
@@ -21,14 +21,14 @@ compare loss, logits, every gradient and the replicas. Prints a table; the exit 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `shardwise verify`."""
+    """Adds the arguments of `shardwise verify`."""
     add_target(parser)
-    parser.add_argument("--adapter", metavar="DIRECTORY", help="prove it with a PEFT adapter of this config")
+    parser.add_argument("--adapter", metavar="DIRECTORY", help="verify with a PEFT adapter of this config")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
-    warm()  # imports for the ranks what we import meanwhile
+    warm()  # the ranks' imports run beside ours
     model, shape, spec, config = find_target(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores
     from shardwise.api.verifying import verify  # torch and transformers are slow to import

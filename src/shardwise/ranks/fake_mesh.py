@@ -1,4 +1,4 @@
-"""One process that represents a rank of a world that is not there."""
+"""One process that simulates a rank of a larger world."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ __all__ = ["fake_mesh"]
 
 @contextmanager
 def fake_mesh(shape: MeshShape, *, rank: int = 0) -> Iterator[Mesh]:
-    """The mesh of a rank on the CPU, whose collectives do nothing: for shapes and counts, not for values.
+    """The mesh of one rank on the CPU, whose collectives do nothing: for shapes and counts, not for values.
 
     Raises:
         MeshError: a process group is open already.
     """
     if dist.is_initialized():
         raise MeshError(
-            f"this process is a rank already and cannot represent one of {shape}",
-            fix="ask before the process group is opened, or in a process of its own",
+            f"this process has a process group and cannot simulate a rank of {shape}",
+            fix="call this before the process group is opened, or in another process",
         )
     if shape.world_size > 1:
         from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=shape.world_size)
     try:
-        is_alone = shape.world_size == 1
-        mesh = Mesh(shape, rank=0, device=torch.device("cpu")) if is_alone else Mesh.open(shape, device="cpu")
-        yield mesh
-        mesh.close()
+        with (
+            Mesh.open(shape, device="cpu")
+            if shape.world_size > 1
+            else Mesh(shape, rank=0, device=torch.device("cpu")) as mesh
+        ):
+            yield mesh
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

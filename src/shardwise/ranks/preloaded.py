@@ -1,4 +1,4 @@
-"""What every rank of `spawn` finds imported: the process that ranks are forked from imports this module once."""
+"""Imports that ranks share: the fork server imports this module once."""
 
 import gc
 import importlib
@@ -18,15 +18,14 @@ def _restore_handlers() -> None:
 
 
 os.register_at_fork(after_in_child=_restore_handlers)
-gc.disable()  # imports leave no garbage, and looking for it takes a sixth of their time
+gc.disable()  # imports leave no garbage, and collections take a sixth of their time
 
-# torchao asks for the card's capability when it is imported. A process forked from one that has started CUDA cannot use
-# CUDA, so the card is hidden during the imports.
+# torchao starts CUDA when it is imported, and a fork of a process with CUDA cannot use it. So GPUs are hidden here.
 _cards = os.environ.get("CUDA_VISIBLE_DEVICES")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 for _name in (
-    "encodings.idna",  # of names of hosts
+    "encodings.idna",  # for host names
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
@@ -36,7 +35,7 @@ for _name in (
     "shardwise.ranks.rank",
 ):
     importlib.import_module(_name)
-if "COVERAGE_PROCESS_START" not in os.environ:  # what is imported before a rank measures would not be counted
+if "COVERAGE_PROCESS_START" not in os.environ:  # coverage would miss earlier imports
     _front = importlib.import_module("shardwise")
     for _name in _front.__all__:
         getattr(_front, _name)
@@ -44,5 +43,5 @@ if _cards is None:
     del os.environ["CUDA_VISIBLE_DEVICES"]
 else:
     os.environ["CUDA_VISIBLE_DEVICES"] = _cards
-gc.freeze()  # forks share these objects with this process for as long as nobody looks at them
+gc.freeze()  # a collection would copy the pages that forks share
 gc.enable()

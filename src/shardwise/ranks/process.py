@@ -7,61 +7,46 @@ import multiprocessing.forkserver
 import os
 import signal
 import sys
-import tempfile
 import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
-from shardwise.errors import ConfigError, counted
-
-__all__ = ["ENDING", "RankProcess", "check_room", "warm"]
+__all__ = ["ENDING", "RankProcess", "local_variables", "warm"]
 
 PRELOADED = ("shardwise.ranks.preloaded",)
-"""What ranks find imported; pytest too where their caller has it: test modules import it."""
+"""Modules that ranks find imported; also pytest where the caller has imported it, because test modules import it."""
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""What ends a run besides Ctrl-C: a terminal that is closed, and what schedulers send ahead of the end. They are often
-sent to a whole process group: the process that ranks are forked from ignores them, and ends when its caller does."""
-RANK_BYTES = 128 * 2**20
-"""Memory that a rank which has imported torch takes of its own, at the least."""
-LONGEST_TEMPORARY_DIRECTORY = 64
-"""Bytes: multiprocessing adds two names to it."""
+"""Signals that end a run besides Ctrl-C: a closed terminal's and those of schedulers. They are often sent to a whole
+process group, so the fork server ignores them; it ends with its caller."""
 
 _STARTING = threading.Lock()
 
 
 def warm(*modules: str) -> None:
-    """Starts the process that ranks are forked from, and does not wait until it has imported everything.
-
-    Args:
-        modules: further modules that it imports.
-    """
-    multiprocessing.forkserver.set_forkserver_preload(
-        [*(name for name in ("pytest",) if name in sys.modules), *PRELOADED, *modules]
-    )
-    with _short_temporary_directory():
-        multiprocessing.forkserver.ensure_running()
+    """Starts the fork server without waiting for its imports; `modules` are imported besides the usual ones."""
+    pytest = [name for name in ("pytest",) if name in sys.modules]
+    multiprocessing.forkserver.set_forkserver_preload([*pytest, *PRELOADED, *modules])
+    multiprocessing.forkserver.ensure_running()
 
 
-def check_room(num_ranks: int) -> None:
-    """Raises `ConfigError` where this machine has no memory for so many ranks."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if num_ranks * RANK_BYTES > memory:
-        raise ConfigError(
-            f"{counted(num_ranks, 'rank')} on this machine",
-            why=f"each takes {RANK_BYTES // 2**20} MiB or more, and it has {memory / 2**30:,.0f} GiB",
-            fix="use a smaller layout, or start them on several machines with torchrun",
-        )
+def local_variables(world_size: int, host: str, port: int) -> dict[str, str]:
+    """Torchrun's variables for ranks that are all on this machine, besides `RANK` and `LOCAL_RANK`."""
+    loopback = (
+        "lo0" if sys.platform == "darwin" else "lo"
+    )  # gloo would resolve the host's name, which may be slow or wrong
+    return {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or loopback,
+    }
 
 
 class RankProcess:
-    """Runs `target(*args)` in a new process, in a session of its own.
-
-    Args:
-        target: a function of a module that can be imported.
-        output: file descriptors of the standard output and the standard error.
-    """
+    """Runs `target(*args)` in a new process and session; `output` are the file descriptors of its stdout and stderr."""
 
     def __init__(self, target: Callable[..., object], *args: object, output: tuple[int, int]) -> None:
         with Connection(os.dup(output[0])) as out, Connection(os.dup(output[1])) as err, _without_script():
@@ -70,17 +55,9 @@ class RankProcess:
             self._process = context.Process(target=_begin, args=(target, args, out, err))
             self._process.start()
 
-    @property
-    def pid(self) -> int:
-        """Its process id."""
         pid = self._process.pid
         assert pid is not None, "it was started"
-        return pid
-
-    @property
-    def sentinel(self) -> int:
-        """A file descriptor that is ready when the process has ended."""
-        return self._process.sentinel
+        self.pid, self.sentinel = pid, self._process.sentinel
 
     @property
     def exit_code(self) -> int | None:
@@ -88,12 +65,12 @@ class RankProcess:
         return self._process.exitcode
 
     def wait(self, seconds: float) -> int | None:
-        """Waits for the process to end, and returns its exit code; None where it takes longer."""
+        """Waits at most `seconds` for the process to end; returns `exit_code`."""
         self._process.join(seconds)
         return self.exit_code
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal to the process and to whatever it started."""
+        """Sends a signal to the process and its children."""
         for kill in (os.killpg, os.kill) if self._process.is_alive() else (os.killpg,):
             with suppress(ProcessLookupError, PermissionError):  # macOS answers EPERM for a group of zombies
                 kill(self.pid, number)
@@ -101,24 +78,10 @@ class RankProcess:
 
 
 def _begin(target: Callable[..., object], args: tuple[object, ...], out: Connection, err: Connection) -> None:
-    os.setsid()  # so that what this rank starts can be ended with it, and Ctrl-C in a terminal reaches the caller alone
+    os.setsid()  # so that its children end with it, and Ctrl-C in a terminal reaches the caller only
     for stream, number in ((out, 1), (err, 2)):
         os.dup2(stream.fileno(), number)
     target(*args)
-
-
-@contextmanager
-def _short_temporary_directory() -> Iterator[None]:
-    """Has multiprocessing put the server's socket under /tmp where the path in `TMPDIR` would be longer than the system
-    allows (108 bytes, 104 on macOS).
-    """
-    before = tempfile.tempdir
-    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TEMPORARY_DIRECTORY:
-        tempfile.tempdir = "/tmp"
-    try:
-        yield
-    finally:
-        tempfile.tempdir = before
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What a rank of `spawn` does, from its fork to its end."""
+"""A rank of `spawn`, from its fork to its end."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ __all__ = ["Case", "Report", "check_not_importing", "run_rank"]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What the ranks of one call of `spawn` are to do.
+    """The work of the ranks of one call of `spawn`.
 
     Attributes:
-        file: that the module was read from; None where there is none.
-        env: the environment, but for what differs between ranks.
-        payload: pickled arguments, keyword arguments and warning filters: by themselves, because their classes may
-            stand in the module.
-        seconds: after which a rank says where it is.
+        file: of the module; None where there is none.
+        env: the environment, except what differs between ranks.
+        payload: pickled arguments, keyword arguments and warning filters, whose classes may be defined in the module.
+        seconds: after which a rank prints its stack.
     """
 
     module: str
@@ -48,15 +47,15 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What became of a rank's function: its pickled result, or a failure."""
+    """The outcome of a rank's function: its pickled result, or a failure."""
 
     result: bytes = b""
     failure: Failure | None = None
 
 
 def run_rank(rank: int, case: Case, caller: Connection) -> None:
-    """Runs the function, reports to the caller and waits for it to hang up: then all ranks have reported."""
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a text stream, as in any new process
+    """Runs the function, reports to the caller, and waits until all ranks have reported."""
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable(2)
     faulthandler.dump_traceback_later(case.seconds, file=2)
     threading.Thread(target=_end_with_caller, daemon=True, name="shardwise-caller").start()
@@ -64,11 +63,10 @@ def run_rank(rank: int, case: Case, caller: Connection) -> None:
     faulthandler.cancel_dump_traceback_later()
     caller.send_bytes(pickle.dumps(report))
     if report.failure is None:
-        caller.poll(None)  # rank 0 may host the store that others still use, and peers may still read what we sent
+        caller.poll(None)  # rank 0 may host the store that others still use
         _destroy_process_group()
     _save_coverage()
-    # Locks that this rank made, such as a progress bar's, are not left behind.
-    multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]
+    multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]  # removes locks, such as a progress bar's
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -117,10 +115,10 @@ def check_not_importing() -> None:
 
 
 def _load_module(name: str, file: str | None) -> types.ModuleType:
-    """The caller's module: by name where that finds the same file, else by file."""
+    """The caller's module: by name if that finds the same file, otherwise by file."""
     if name != "__main__" and (name in sys.modules or file is None or _is_importable_as(name, file)):
         return importlib.import_module(name)
-    # A script's `if __name__ == "__main__"` block must not run again: it gets another name, as multiprocessing does it.
+    # A script gets another name, as in multiprocessing, so that its `if __name__ == "__main__"` block does not run.
     spec = importlib.util.spec_from_file_location("__mp_main__" if name == "__main__" else name, file)
     assert spec is not None and spec.loader is not None, f"{file} was imported by the caller"
     module = importlib.util.module_from_spec(spec)

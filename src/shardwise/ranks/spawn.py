@@ -11,9 +11,8 @@ def sum_of_ranks(start):
 assert spawn(sum_of_ranks, 2, 10.0) == [11.0, 11.0]
 ```
 
-Ranks come from the standard library's fork server, which imports torch, transformers and this package once, so a case
-costs a fraction of a second. They import everything else fresh, inherit the caller's environment, directory, import
-path and warning filters, and start from the same seeds. Needs Linux or macOS.
+Ranks are forked from a process that has imported torch, transformers and this package once. They import everything else
+again, inherit the caller's environment, directory, import path and warning filters, and start from the same seeds.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from shardwise.errors import ConfigError, RankError
-from shardwise.ranks.process import RankProcess, check_room
+from shardwise.ranks.process import RankProcess, local_variables
 from shardwise.ranks.rank import Case, Report, check_not_importing, run_rank
 
 __all__ = ["spawn"]
@@ -44,11 +43,12 @@ Result = TypeVar("Result")
 
 # Below the range from which kernels take the ports of outgoing connections, so that none of those can be in the way.
 PORTS = range(20000, 32000)
+"""Below the ports that kernels use for outgoing connections."""
 SHOWN_CHARS = 6000
 STACK_SECONDS = 1.0
-"""How long ranks may take to say where they are when the time is up."""
+"""How long ranks may take to print their stacks when the time is up."""
 BLAME_SECONDS = 0.1
-"""How long it is waited, after a rank has failed, for the one that it failed because of."""
+"""How long to wait for further failures after the first one, which may be their consequence."""
 TEARDOWN_SECONDS = 10.0
 
 
@@ -63,33 +63,31 @@ def spawn(
     """Run `fn(*args, **kwargs)` on `world_size` ranks and return their results in rank order.
 
     Each rank finds torchrun's variables (`RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`,
-    `MASTER_PORT`), one thread (`OMP_NUM_THREADS`) and `SHARDWISE_DEVICE=cpu`, unless the caller has another. `fn` joins
-    the process group itself, through `Mesh.open`; a group it leaves open is taken down after all ranks have returned.
-    What ranks print is passed on afterwards, or shown in the error.
+    `MASTER_PORT`), one thread (`OMP_NUM_THREADS`) and `SHARDWISE_DEVICE=cpu`, unless the caller sets another. `fn`
+    joins the process group itself, through `Mesh.open`. A group that it leaves open is destroyed when all ranks have
+    returned. The ranks' output is printed afterwards, or shown in the error.
 
     Args:
         fn: a module-level function; arguments and results travel by pickle, so tensors must be on the CPU.
         timeout: seconds until ranks that have not returned are killed.
-        env: variables for the ranks, over the caller's. Too late for those that torch or transformers read when they
-            are imported.
+        env: variables for the ranks, over the caller's. Too late for variables that torch reads when it is imported.
 
     Raises:
-        ConfigError: `fn` is not a module-level function, or `world_size` or `timeout` is not positive, or the machine
-            cannot hold so many ranks, or a script that starts ranks while it is imported has no
+        ConfigError: `fn` is not a module-level function, or a script calls `spawn` while it is imported, without
             `if __name__ == "__main__":`.
         RankError: a rank exited without a result, did not return in time, or raised something that cannot be pickled.
         Exception: whatever the first rank to fail raised, with a RankError as its `__cause__` that names the rank and
             shows the remote traceback and output. The other ranks are killed.
     """
     check_not_importing()
-    _check_request(fn, world_size, timeout)
-    check_room(world_size)
+    if "<" in fn.__qualname__:  # <lambda>, <locals>
+        raise ConfigError(f"{fn!r} cannot be imported by ranks", fix="pass a function of the top level of a module")
     with _reserved_port() as port:
         case = Case(
             module=fn.__module__,
             file=getattr(sys.modules[fn.__module__], "__file__", None),
             qualname=fn.__qualname__,
-            env={**os.environ, **_rank_variables(world_size, port), **(env or {})},
+            env={**os.environ, **_variables(world_size, port), **(env or {})},
             payload=pickle.dumps((args, kwargs, warnings.filters)),
             seconds=timeout,
         )
@@ -109,31 +107,11 @@ def spawn(
         return [pickle.loads(rank.report.result) for rank in ranks if rank.report is not None]
 
 
-def _check_request(fn: Callable[..., object], world_size: int, timeout: float) -> None:
-    problems = []
-    module: Any = sys.modules.get(getattr(fn, "__module__", None) or "")
-    value = module
-    for part in getattr(fn, "__qualname__", "?").split("."):
-        value = getattr(value, part, None)
-    if value is not fn:
-        problems.append(
-            f"{fn!r} cannot be found again by its name: pass a function defined at the top level of a module"
-        )
-    elif module.__name__ == "__main__" and not hasattr(module, "__file__"):
-        problems.append(f"{fn!r} was typed in: pass a function of a file that ranks can import")
-    if world_size < 1:
-        problems.append(f"world_size is {world_size}, must be at least 1")
-    if not timeout > 0:
-        problems.append(f"timeout is {timeout} seconds, must be positive")
-    if problems:
-        raise ConfigError("cannot spawn ranks", why="; ".join(problems))
-
-
 class _Rank:
     """A rank as its caller sees it, from its start to its end.
 
     Attributes:
-        is_gone: whether it ended without a word.
+        is_gone: whether it ended without a report.
     """
 
     def __init__(self, number: int, world_size: int, case: Case) -> None:
@@ -148,8 +126,8 @@ class _Rank:
             output = self._output.fileno()
             self.process = RankProcess(run_rank, number, case, theirs, output=(output, output))
 
-    def look(self) -> None:
-        """Takes in its report, or that it has ended."""
+    def update(self) -> None:
+        """Reads the report, or notes that there will be none."""
         try:
             if self.connection.poll():
                 self.report = pickle.loads(self.connection.recv_bytes())
@@ -158,25 +136,21 @@ class _Rank:
         except (EOFError, OSError):
             self.is_gone = True
 
-    def exit_code(self) -> int | None:
-        """How it ended; None if it has not."""
-        return self.process.wait(TEARDOWN_SECONDS)
-
     def end(self) -> None:
-        """Kills it and whatever it started."""
+        """Kills it and its children."""
         self.connection.close()
         self.process.send(signal.SIGKILL)
         self.process.wait(TEARDOWN_SECONDS)
         self._output.close()
 
     def printed(self) -> str:
-        """What it wrote, or the end of that."""
+        """The end of its output."""
         self._output.seek(0)
         text = self._output.read().decode(errors="replace")
         return text if len(text) <= SHOWN_CHARS else f"... {text[-SHOWN_CHARS:]}"
 
     def shown(self, verb: str = "printed") -> str:
-        """The same as part of an error."""
+        """Its output as part of an error."""
         printed = self.printed().rstrip()
         return f"\nrank {self.number} {verb}:\n{printed}" if printed else ""
 
@@ -190,7 +164,7 @@ def _await_reports(ranks: Sequence[_Rank], seconds: float) -> None:
         if not wait(sources, max(0.0, deadline - time.monotonic())):
             return
         for rank in waiting:
-            rank.look()
+            rank.update()
         if not has_failed and any(rank.is_gone or (rank.report and rank.report.failure) for rank in waiting):
             has_failed = True
             deadline = min(deadline, time.monotonic() + BLAME_SECONDS)
@@ -227,36 +201,26 @@ def _raise_for(ranks: Sequence[_Rank], timeout: float) -> None:
 
 
 def _release(ranks: Sequence[_Rank]) -> None:
-    """Has ranks that have all reported take down their process group, and checks that they end."""
+    """Lets ranks that have all reported destroy their process groups, and checks that they end."""
     for rank in ranks:
         rank.connection.close()
     for rank in ranks:
-        code = rank.exit_code()
-        if code is None:
-            raise RankError(
-                f"{rank.name} returned but did not exit",
-                at=rank.place,
-                why=f"seconds after every rank had returned it still took down its process group{rank.shown()}",
-            )
-        if code != 0:
+        if rank.process.wait(TEARDOWN_SECONDS) != 0:
             raise _exit_error(rank, "after it had returned its result")
 
 
 def _exit_error(rank: _Rank, when: str) -> RankError:
-    code = rank.exit_code() or 0
-    how = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
-    why = f"the function or something it called ended the process{rank.shown()}"
-    return RankError(f"{rank.name} {how} {when}", at=rank.place, why=why)
+    code = rank.process.wait(TEARDOWN_SECONDS)
+    if code is None:
+        how = "did not exit"
+    else:
+        how = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
+    return RankError(f"{rank.name} {how} {when}", at=rank.place, why=rank.shown().strip())
 
 
-def _rank_variables(world_size: int, port: int) -> dict[str, str]:
+def _variables(world_size: int, port: int) -> dict[str, str]:
     return {
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        # Otherwise gloo resolves the host's name, which may be slow or lead elsewhere.
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        **local_variables(world_size, "127.0.0.1", port),
         "OMP_NUM_THREADS": "1",
         "SHARDWISE_DEVICE": os.environ.get("SHARDWISE_DEVICE") or "cpu",
     }
@@ -264,20 +228,18 @@ def _rank_variables(world_size: int, port: int) -> dict[str, str]:
 
 @contextmanager
 def _reserved_port() -> Iterator[int]:
-    """A free TCP port that no other caller of `spawn` on this machine gets meanwhile.
-
-    Rank 0 will listen there, so we cannot hold the port itself. We hold the UDP port of the same number, and so does
-    every other caller with its own.
+    """A free TCP port for rank 0 that no other caller of `spawn` on this machine gets meanwhile: each caller holds the
+    UDP port of the same number.
     """
-    ports = random.SystemRandom()  # not the seeded one: two suites on one machine would try the same ports
+    ports = random.SystemRandom()  # not seeded: two suites on one machine would try the same ports
     while True:
         address = "127.0.0.1", ports.choice(PORTS)
-        with socket.socket(type=socket.SOCK_DGRAM) as reservation:
+        with socket.socket(type=socket.SOCK_DGRAM) as reservation, socket.socket() as probe:
             try:
                 reservation.bind(address)
-                with socket.socket() as probe:
-                    probe.bind(address)
+                probe.bind(address)
             except OSError:
                 continue
+            probe.close()
             yield address[1]
             return
