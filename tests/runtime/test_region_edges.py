@@ -134,7 +134,7 @@ def test_along_the_sequence_every_length_computes_the_same(num_ranks, length, fu
             edge = edge_of(context, "layers")
             install_region(layer.first, "output", context, stack="layers", leave=RegionExit(edge=edge, defers=fused))
             install_region(layer.second, "output", context, stack="layers", leave=RegionExit(edge=edge, absorbs=fused))
-        install_stack(stack.layers, "layers", context, partial_after=False)
+        install_stack(stack.layers, "layers", context)
         return run_and_compare(stack, Stack(), group, drawn(1, ROWS, length, HIDDEN))
 
     leaves = 1 if fused else 2  # a layer gathers once and scatters for each region; the stack is joined at its end
@@ -173,7 +173,7 @@ def test_a_stack_of_which_an_end_does_not_run_says_so(kept, said):
         for layer in stack.layers:
             install_region(layer.first, "output", context, stack="layers")
             install_region(layer.second, "output", context, stack="layers")
-        install_stack(stack.layers, "layers", context, partial_after=False)
+        install_stack(stack.layers, "layers", context)
         install_owner(stack, "layers", context)
         stack.kept = kept
         with pytest.raises(LayoutError, match=f"{said} has not run") if said else contextlib.nullcontext():

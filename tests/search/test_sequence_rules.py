@@ -17,7 +17,7 @@ from shardwise.errors import PlanError
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.resolve import resolve
 from shardwise.plan.rule import InputRule, ParameterRule, SequenceRule
-from shardwise.plan.sequence_plan import Stack, find_sequence
+from shardwise.plan.sequence_plan import find_sequence
 from shardwise.plan.spec import Plan
 from shardwise.probe.trial import Trial
 from shardwise.search.candidate import Candidate
@@ -142,19 +142,17 @@ def odd_plan(parts):
 def test_what_runs_behind_is_told_by_running_and_what_mixes_is_given_all(parts, length):
     model, plan = odd_model(), odd_plan(parts)
     found = styles(plan)
-    assert found["rounds"] == "sequence_partial"
+    assert found["rounds"] == "sequence"
     assert found["rounds.*.smear"] == "whole_sequence"
     assert found["rounds.*.hint"] == "sequence"
     assert found["rounds.*.looking.passing"] == "aside"
-    behind = {name for name, style in found.items() if style == "partial_gradient"}
-    assert behind == {"transform.weight", "transform.bias", "final.weight", "final.bias"}
     verdict = trial_of(model, parts, length).run(plan, sequence_parallel=True)
     assert verdict.passed, verdict.reason
     verdict = trial_of(model, parts, length).run(plan)
     assert verdict.passed, f"rules along the sequence mean nothing without: {verdict.reason}"
 
 
-@pytest.mark.parametrize("broken", ["rounds.*.smear", "rounds.*.hint", "rounds.*.looking.passing", "final.weight"])
+@pytest.mark.parametrize("broken", ["rounds.*.smear", "rounds.*.hint", "rounds.*.looking.passing"])
 def test_every_one_of_these_rules_is_needed(broken):
     model, plan = odd_model(), odd_plan(2)
     without = Plan(tuple(rule for rule in plan.rules if rule.pattern != broken))
@@ -176,8 +174,7 @@ def test_what_needs_all_positions_without_a_gradient_that_says_so_is_for_the_use
 def test_two_stacks_have_lengths_and_ends_of_their_own():
     model = odd_model(stacks=2)
     found = styles(plan := derive_plan(model, Plan(()), tp_size=2, sequence_parallel=True).plan)
-    assert (found["first"], found["rounds"]) == ("sequence", "sequence_partial")
-    assert "between.weight" not in found, "it runs after a stack, but what follows it is whole"
+    assert (found["first"], found["rounds"]) == ("sequence", "sequence")
     assert trial_of(model, length=9).run(plan, sequence_parallel=True).passed
 
 
@@ -211,7 +208,7 @@ def test_architectures_that_the_order_of_registration_misleads(model_type, task,
 def test_without_rules_the_one_stack_and_the_order_of_registration_are_taken():
     facts = read_facts(odd_model(stacks=2))
     with pytest.raises(PlanError, match="one stack") as error:
-        find_sequence(facts, {}, {}, (), head=None)
+        find_sequence(facts, {}, {}, ())
     assert "0 stacks" in str(error.value)
 
 
@@ -219,26 +216,19 @@ def test_rules_name_stacks_whole_modules_and_parts():
     facts = read_facts(odd_model(stacks=2))
     rules = {
         "first": "sequence",
-        "rounds": "sequence_partial",
+        "rounds": "sequence",
         "rounds.0.smear": "whole_sequence",
-        "final.weight": "partial_gradient",
     }
     governing = {name: SequenceRule(name, style) for name, style in rules.items()}
     inputs = {"rounds.0.hint": InputRule("rounds.0.hint", "sequence")}
-    found = find_sequence(facts, governing, inputs, (), head="voice")
-    assert found.stacks == (Stack(fqn="first", partial_after=False), Stack(fqn="rounds", partial_after=True))
+    found = find_sequence(facts, governing, inputs, ())
+    assert found.stacks == ("first", "rounds")
     assert found.inputs == ("rounds.0.hint",)
-    assert found.partial_after
-    partial = {
-        name
-        for name, _ in odd_model(stacks=2).named_parameters()
-        if found.sees_a_part(name, name.rpartition(".")[0]) and name.startswith(("final", "rounds.0.smear", "rounds.1"))
-    }
-    assert "rounds.0.smear.rate" not in partial, "it computes alike on every rank"
-    assert {"final.weight", "rounds.1.smear.rate"} <= partial
-    assert "final.bias" not in partial
+    assert found.stack_of("rounds.0.smear") is None, "it computes alike on every rank"
+    assert found.stack_of("rounds.1.smear") == "rounds"
+    assert found.stack_of("final") is None
     with pytest.raises(PlanError, match="final is no list of layers"):
-        find_sequence(facts, {"final": SequenceRule("final", "sequence_partial")}, {}, (), head="voice")
+        find_sequence(facts, {"final": SequenceRule("final", "sequence")}, {}, ())
 
 
 def test_inputs_that_only_some_layers_are_given_have_rules_in_all():

@@ -37,8 +37,7 @@ ROWS, LENGTH, HIDDEN, LOCAL_HEADS = 2, 8, 64, 2
 WHOLE_ATTENTION = {
     **{f"model.layers.*.self_attn.{name}_proj": "replicate" for name in "qkvo"},
     "model.layers.*.self_attn": "whole_sequence",
-    "model.layers": "sequence_partial",
-    "model.norm": "partial_gradient",
+    "model.layers": "sequence",
 }
 """Rules for attentions that every rank computes on all of the sequence, beside MLPs that are split."""
 

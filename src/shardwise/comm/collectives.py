@@ -27,7 +27,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor._api import _FromTorchTensor
 
 from shardwise.comm.operations import (
     Group,
@@ -42,14 +41,11 @@ from shardwise.comm.operations import (
 )
 
 __all__ = [
-    "PART_NODES",
-    "REGION_NODES",
     "all_gather_padded",
     "as_dtensor",
     "copy_to_region",
     "gather_full",
     "gather_to_region",
-    "nodes_of",
     "reduce_from_region",
     "scale_gradient",
     "scatter_from_region",
@@ -237,15 +233,3 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient * ctx.factor, None
-
-
-def nodes_of(*functions: Any) -> tuple[type, ...]:
-    """Classes of the autograd nodes that functions make."""
-    return tuple(function._backward_cls for function in functions)
-
-
-REGION_NODES = nodes_of(_Copy, _Reduce, _GatherToRegion, _ScatterFromRegion)
-"""Classes of the autograd nodes that the edges of regions make."""
-
-PART_NODES = nodes_of(_GatherFull, _FromTorchTensor)
-"""Classes of the nodes whose backward gives each rank its part of a gradient: joined parts, and parts as a DTensor."""

@@ -23,7 +23,6 @@ from shardwise.comm.agree import sum_of
 from shardwise.comm.operations import all_gather_single
 from shardwise.runtime.checks import check_index
 from shardwise.runtime.context import SplitContext
-from shardwise.runtime.node_marks import mark_loss
 
 __all__ = [
     "CHUNK_ELEMENTS",
@@ -106,7 +105,6 @@ def split_cross_entropy(
     width = logits.shape[-1]
     targets = _Targets.read(target.reshape(-1), width, context, num_classes, options)
     losses: Tensor = _SplitCrossEntropy.apply(logits.reshape(target.numel(), width), targets, context)
-    mark_loss(losses, takes_parts=True)
     return options.reduced(losses, targets.row_weight, target.shape)
 
 
@@ -139,7 +137,6 @@ def head_cross_entropy(
     """
     targets = _Targets.read(target, head.weight.shape[0], context, num_classes, options)
     losses: Tensor = _HeadCrossEntropy.apply(hidden, head.weight, head.bias, targets, context, tuple(head.steps))
-    mark_loss(losses, takes_parts=False)
     return options.reduced(losses, targets.row_weight, target.shape)
 
 

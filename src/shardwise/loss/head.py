@@ -33,14 +33,11 @@ def install_head(head: nn.Module, vocabulary_size: int, context: SplitContext) -
     Where the model computes its loss inside, the logits stay split, as `DTensor(Shard(-1))` of the true vocabulary;
     else they are gathered, so that `generate()` and a loss of the user's own see full logits.
 
-    Communicates: over tp, one all-reduce of the input's gradient backward (under sequence parallelism the end of the
-    layer stack does that, unless the head is called by itself); without a loss inside one all-gather of the logits
-    forward.
+    Communicates: over tp, one all-reduce of the input's gradient backward; without a loss inside one all-gather of the
+    logits forward.
     """
 
     def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if context.partial_after and context.state.runs_model:
-            return args
         return (copy_to_region(args[0], context.tp.group), *args[1:])
 
     def leave(module: nn.Module, args: Any, local: Tensor) -> Tensor:
@@ -83,7 +80,6 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
                     why="it has a mask for every head of the model, and a rank computes with its own heads alone",
                     fix="pass a mask for all heads alike [rows, 1, queries, keys], or use tp_size 1",
                 )
-        context.state.runs_model = True
         context.state.keep_logits_split = arguments.get("labels") is not None and context.mesh is not None
         if context.state.keep_logits_split and torch.compiler.is_compiling():
             what = f"a {context.model_name} that is split over tp, with labels"

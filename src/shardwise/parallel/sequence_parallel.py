@@ -21,15 +21,14 @@ def apply_sequence_parallelism(model: nn.Module, registry: Registry) -> None:
     plan, context = registry.plan.sequence, registry.context
     if plan is None:
         return
-    context.partial_after = plan.partial_after
     for fqn in plan.full_sequence:
-        stack_around = next(stack.fqn for stack in plan.stacks if is_within(fqn, (stack.fqn,)))
+        stack_around = next(stack for stack in plan.stacks if is_within(fqn, (stack,)))
         install_full(model.get_submodule(fqn), fqn, stack_around, context)
     for stack in plan.stacks:
-        layers: Any = model.get_submodule(stack.fqn)
-        install_stack(layers, stack.fqn, context, partial_after=stack.partial_after)
-        owner = model.get_submodule(parent_of(stack.fqn))  # its forward embeds, then runs the layers
-        install_owner(owner, stack.fqn, context)
+        layers: Any = model.get_submodule(stack)
+        install_stack(layers, stack, context)
+        owner = model.get_submodule(parent_of(stack))  # its forward embeds, then runs the layers
+        install_owner(owner, stack, context)
     inputs: dict[str, list[str]] = {}
     regions = {region.fqn for region in registry.plan.regions}  # these split their own inputs
     for fqn in plan.inputs:

@@ -79,7 +79,7 @@ def _note_split_segments(stages: Stages, registry: Registry) -> None:
     """
     sequence = registry.plan.sequence
     ends = {stack.fqn: stack.items for stack in registry.plan.stacks}
-    splits = {ends[stack.fqn][0]: stack.fqn for stack in sequence.stacks} if sequence is not None else {}
+    splits = {ends[stack][0]: stack for stack in sequence.stacks} if sequence is not None else {}
     gathers = {ends[stack][-1] for stack in splits.values()}
     is_open: str | None = None
     for segment, layer in enumerate(stages.plan.order.calls):

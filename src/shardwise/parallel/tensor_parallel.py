@@ -109,7 +109,7 @@ def _install_outputs(model: nn.Module, plan: SplitPlan, context: SplitContext) -
     """Lets every transformers model in the model return full tensors, those of its own stacks of layers."""
     owners = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
     stacks = plan.sequence.stacks if plan.sequence is not None else ()
-    around = {stack.fqn: nearest(stack.fqn, owners) or "" for stack in stacks}
+    around = {stack: nearest(stack, owners) or "" for stack in stacks}
     split_heads = {heads.num_heads for heads, _ in plan.heads.values()}
     for name, module in owners.items():
         layers = layer_overrides(module.config).values()  # of configs that differ by layer
@@ -120,7 +120,6 @@ def _install_outputs(model: nn.Module, plan: SplitPlan, context: SplitContext) -
             context,
             stacks=[fqn for fqn, owner in around.items() if owner == name],
             num_heads=split_heads | {count for count in counts if isinstance(count, int)},
-            ends_alike=len({stack.partial_after for stack in stacks}) < 2,
         )
 
 

@@ -39,7 +39,7 @@ def note_inputs(model: nn.Module, plan: SplitPlan) -> None:
         if any(fqn in split for fqn in itertools.accumulate(name.split("."), "{}.{}".format)):
             module.__dict__[_INPUT] = "split"
         else:
-            has_part = sequence is not None and sequence.sees_a_part(f"{name}.", name)
+            has_part = sequence is not None and sequence.stack_of(name) is not None
             module.__dict__[_INPUT] = "part" if has_part else "full"
 
 

@@ -149,7 +149,6 @@ def _renamed(plan: SplitPlan, adapters: AdapterFacts) -> SplitPlan:
         plan.sequence,
         full_sequence=tuple(names.of(plan.sequence.full_sequence)),
         inputs=tuple(names.inside(plan.sequence.inputs)),
-        after=frozenset((*plan.sequence.after, *names.of(plan.sequence.after), *names.inside(plan.sequence.after))),
     )
     return replace(
         plan,

@@ -120,7 +120,7 @@ class ParameterRules:
         is_inside = region is not None and not (is_left and name == "bias")
         if is_inside or rule.style in ("replicated_with_grad_allreduce", "added_once"):
             return "partial"
-        return "partial" if self.sequence is not None and self.sequence.sees_a_part(fqn, module) else "full"
+        return "partial" if self.sequence is not None and self.sequence.stack_of(module) is not None else "full"
 
     def _heads_around(self, module: str) -> Heads | None:
         """The heads of the nearest module around that has any, inside of its region."""

@@ -45,7 +45,7 @@ def resolve(plan: Plan, facts: ModelFacts, *, tp_size: int, sequence_parallel: b
     sequence = None
     if sequence_parallel and tp_size > 1:
         try:
-            sequence = find_sequence(facts, given.sequence, given.inputs, tuple(regions.values()), head=head)
+            sequence = find_sequence(facts, given.sequence, given.inputs, tuple(regions.values()))
         except PlanError as problem:
             wrong.append(problem)
     heads, unsplit_heads = _heads(facts, given, regions, tp_size)

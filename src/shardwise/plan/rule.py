@@ -246,8 +246,6 @@ class SequenceRule(Rule):
     section: ClassVar[str] = "sequence"
     styles: ClassVar[Mapping[str, str]] = {
         "sequence": "list of layers that work on parts of the sequence, which is gathered after the last",
-        "sequence_partial": "as sequence, before a split head: the gradients of its outputs are partial",
-        "partial_gradient": "parameter used between the layers and a split head: its gradient is summed",
         "whole_sequence": "module in such layers that is given the full sequence and computes alike on every rank",
     }
 

@@ -48,7 +48,6 @@ class SplitContext:
         device: what modules run on, and draw random numbers from.
         timeout: of the mesh.
         same_rows: the group of all ranks that must be given the same rows, where it is a larger one than that of `tp`.
-        partial_after: whether the end of the layer stack sums the gradient of the split head's input.
         has_dropout: whether anything in the model draws random numbers in training.
         is_compiled: whether layers are compiled, whose hooks stay as they are.
         model_name: the model's class, for messages.
@@ -80,7 +79,6 @@ class SplitContext:
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - frozen
     timeout: datetime.timedelta = datetime.timedelta(seconds=600)
     same_rows: Group | None = None
-    partial_after: bool = False
     has_dropout: bool = False
     is_compiled: bool = False
     model_name: str = "the model"
@@ -113,15 +111,6 @@ class SplitContext:
     def is_under_way(self) -> bool:
         """Whether a forward is."""
         return bool(self._around)
-
-    @property
-    def is_in_forward(self) -> bool:
-        """Whether a forward is under way, of the model or of a transformers model in it, that knows of its layers."""
-        return self.is_under_way or self.state.runs_model
-
-    def is_outermost(self, module: nn.Module) -> bool:
-        """Whether the forward under way is one of `module`, and within no other."""
-        return len(self._around) == 1 and self._around[0][0] is module
 
     def begin_forward(self, module: nn.Module) -> None:
         """A forward of the model, or of a module of it, begins, perhaps within another one."""

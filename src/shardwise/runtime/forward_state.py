@@ -75,7 +75,6 @@ class ForwardState:
     """What one forward carries, from the model's entry to its end, and again where a part of it is recomputed.
 
     Attributes:
-        runs_model: whether it is one of the full model, and not of a part that was called by itself.
         lengths: FQN of every stack to the true length of its sequence, set where it is entered: parts are padded to
             equal lengths, and the padding is removed inside every region.
         open_stack: name of the stack of layers whose first one has split the sequence and whose last one has not yet
@@ -91,7 +90,6 @@ class ForwardState:
         replicated_seed: what the seeds of the ranks' streams in the region under way have in common.
     """
 
-    runs_model: bool = False
     lengths: dict[str, int] = field(default_factory=dict)
     open_stack: str | None = None
     stack_rows: int = 0
@@ -121,7 +119,7 @@ class ForwardState:
 
     def end(self) -> None:
         """Ends what is under way, also where the forward raised."""
-        self.runs_model = self.keep_logits_split = False
+        self.keep_logits_split = False
         self.end_layers()
         if self.loss_mode is not None:
             mode, self.loss_mode = self.loss_mode, None

@@ -11,49 +11,34 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import gather_full, gather_to_region, split_full
-from shardwise.errors import LayoutError
+from shardwise.comm.collectives import gather_full, split_full
 from shardwise.runtime.arguments import change_arguments, change_hidden, map_first
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.forward_state import ends_missing
-from shardwise.runtime.modes import is_in_backward
-from shardwise.runtime.node_marks import mark_stack_end
 
 __all__ = ["cut", "install_full", "install_owner", "install_parts", "install_stack", "own_part", "pad", "sequence_dim"]
 
 
-def install_stack(layers: nn.ModuleList, stack: str, context: SplitContext, *, partial_after: bool) -> None:
+def install_stack(layers: nn.ModuleList, stack: str, context: SplitContext) -> None:
     """Splits the hidden states along the sequence where they enter the first layer, gathers them after the last.
 
     Args:
         stack: the name of the layers.
-        partial_after: whether gradients after the stack are partial (a split head follows), so that the gather must
-            reduce-scatter them; else every rank's gradient is complete and the gather takes its slice.
 
-    Raises, when it runs:
-        LayoutError: gradients after the stack are partial, and the layers are called by code of the caller's.
+    Communicates: over tp, one all-gather where the layers end, and one of the gradient where they begin.
     """
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
         length, context.state.open_stack = context.state.length_of(stack), None
-        return map_first(output, lambda x: _gather_sequence(x, length, context, partial_after=partial_after))
+        return map_first(output, lambda x: _gather_sequence(x, length, context))
 
     def enter(x: Tensor) -> Tensor:
-        if (
-            partial_after
-            and x.requires_grad
-            and not (torch.compiler.is_compiling() or context.is_in_forward or is_in_backward())
-        ):
-            raise LayoutError(
-                f"the layers of {stack} are called one by one, with sequence parallelism",
-                why="what follows them is to leave gradients that are partial, which a caller's own code does not",
-                fix=f"call {stack.rpartition('.')[0] or 'the model'}, which runs them, or use sequence_parallel=False",
-            )
-        return _split_sequence(x, stack, context)
+        context.state.open_stack = stack
+        context.state.stack_rows, context.state.lengths[stack] = x.shape[:2]
+        return own_part(x, context)
 
     change_hidden(layers[0], enter)
     for layer in layers if context.has_dropout else ():
@@ -96,7 +81,7 @@ def install_full(module: nn.Module, fqn: str, stack: str, context: SplitContext)
 
     def enter(x: Tensor) -> Tensor:
         context.fork_rng("full_sequence", module, replicated=fqn)
-        return _gather_sequence(x, context.state.length_of(stack), context, partial_after=False)
+        return _gather_sequence(x, context.state.length_of(stack), context)
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
         context.restore_rng("full_sequence")
@@ -119,12 +104,6 @@ def _install_rng(layer: nn.Module, context: SplitContext) -> None:
     layer.register_forward_hook(leave, always_call=True)
 
 
-def _split_sequence(x: Tensor, stack: str, context: SplitContext) -> Tensor:
-    context.state.open_stack = stack
-    context.state.stack_rows, context.state.lengths[stack] = x.shape[:2]
-    return own_part(x, context)
-
-
 def own_part(x: Tensor, context: SplitContext) -> Tensor:
     """This rank's part of the sequence of `x` `[batch, sequence, ...]` or `[tokens, hidden]`, padded as they are."""
     dim = sequence_dim(x)
@@ -132,13 +111,8 @@ def own_part(x: Tensor, context: SplitContext) -> Tensor:
     return split_full(padded, context.tp.group, dim=dim, sizes=context.tp.even_sizes(padded.shape[dim]))
 
 
-def _gather_sequence(x: Tensor, length: int, context: SplitContext, *, partial_after: bool) -> Tensor:
-    if partial_after:
-        full = gather_to_region(x, context.tp.group, dim=1)
-        mark_stack_end(full)
-    else:
-        full = gather_full(x, context.tp.group, dim=1, sizes=(x.shape[1],) * context.tp.size)
-    return cut(full, 1, length)
+def _gather_sequence(x: Tensor, length: int, context: SplitContext) -> Tensor:
+    return cut(gather_full(x, context.tp.group, dim=1, sizes=(x.shape[1],) * context.tp.size), 1, length)
 
 
 def sequence_dim(x: Tensor) -> int:

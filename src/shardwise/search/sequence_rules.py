@@ -1,15 +1,14 @@
 """How a tiny model's layers can be split along the sequence: plans to try, by what runs when and what mixes positions.
 
 Between its blocks a layer works on every position alone, so a part of the sequence is enough. What mixes positions is a
-split region, which gathers it at its edge, or a replicated module that must be given all of it. What runs
-after the last layer, wherever it is registered, has partial gradients where a split head follows.
+split region, which gathers it at its edge, or a replicated module that must be given all of it.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from shardwise.runtime.arguments import hidden_name
 from shardwise.search.candidate import Candidate
 from shardwise.search.dependence import gradients_of, is_nonzero
 from shardwise.search.trace import Layer, ModuleCall, Run
-from shardwise.sharding.placement import Split
 
 __all__ = ["sequence_plans"]
 
@@ -42,26 +40,15 @@ def sequence_plans(candidate: Candidate, run: Run) -> Iterator[Plan]:
     stacks = [stack.fqn for stack in stacks_with_regions(facts, split.regions)]
     if len(stacks) < 2 or not run.layers:
         yield plan  # where there is none, trying it says so
-    ends: dict[str, int] = {}
-    for layer in run.layers:
-        stack = parent_of(layer.fqn)
-        ends[stack] = max(layer.left_at, ends.get(stack, 0))
-    ran = sorted(ends.keys() & stacks, key=ends.__getitem__)
+    ran = [stack for stack in stacks if any(parent_of(layer.fqn) == stack for layer in run.layers)]
     seen = set()
     for chosen in _choices(ran, facts):
         inside = [layer for layer in run.layers if parent_of(layer.fqn) in chosen]
-        after = {name for name, used in run.used_at.items() if used > ends[chosen[-1]]}
-        for gathered, inputs, mixing, tail in itertools.product(
-            _gathered(inside, split), _inputs(inside), _mixing(inside, split), _tails(split, chosen[-1], after)
+        for gathered, inputs, mixing in itertools.product(
+            _gathered(inside, split), _inputs(inside), _mixing(inside, split)
         ):
-            last = "sequence_partial" if tail is not None else "sequence"
             rules = [
-                *(_rule(fqn, "sequence", reason="its layers are split") for fqn in chosen[:-1]),
-                _rule(chosen[-1], last, reason="its layers are split"),
-                *(
-                    _rule(fqn, "partial_gradient", reason="it runs between the layers and the head")
-                    for fqn in tail or ()
-                ),
+                *(_rule(fqn, "sequence", reason="its layers are split") for fqn in chosen),
                 *(_rule(fqn, "whole_sequence", reason="it mixes positions and is not split") for fqn in mixing),
                 *(_input(fqn, "sequence", reason="it is used position by position") for fqn in inputs),
                 *(_input(fqn, "sequence", reason="it is a part, as the hidden states are") for fqn in gathered),
@@ -79,14 +66,6 @@ def _choices(stacks: Sequence[str], facts: ModelFacts) -> Iterator[tuple[str, ..
     if len(stacks) > 1:
         for stack in sorted(stacks, key=lambda stack: -len(list(facts.inside(stack)))):
             yield (stack,)
-
-
-def _tails(split: SplitPlan, stack: str, after: Collection[str]) -> Iterator[tuple[str, ...] | None]:
-    """Replicated parameters used after the last stack, whose gradients are partial; None where none may be."""
-    if split.head is not None:
-        planned = ((name, each.placement) for name, each in split.parameters.items() if name in after)
-        yield tuple(n for n, placement in planned if not is_within(n, (stack,)) and not isinstance(placement, Split))
-    yield None
 
 
 def _gathered(layers: Sequence[Layer], split: SplitPlan) -> Iterator[tuple[str, ...]]:

@@ -85,7 +85,6 @@ class Layer:
         uses: its products with parameters.
         parameters: all inside the layer, by their names there; tied ones appear in each of their layers.
         size_constraints: the sizes that operations were given by integer attributes, if watched thoroughly.
-        left_at: the number of the last operation before it returned for the last time.
         with_zeroed_outputs: the same layer with its row products at zero, where that is needed.
     """
 
@@ -95,7 +94,6 @@ class Layer:
     calls: list[ModuleCall] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     size_constraints: list[SizeConstraint] = field(default_factory=list)
-    left_at: int = 0
     with_zeroed_outputs: Layer | None = None
 
 
@@ -105,11 +103,9 @@ class Run:
 
     Attributes:
         layers: what its layers did, in the order in which they first ran.
-        used_at: FQN of every parameter that was used, to the number of the last operation that did so.
     """
 
     layers: list[Layer] = field(default_factory=list)
-    used_at: dict[str, int] = field(default_factory=dict)
 
 
 def watch(
@@ -135,7 +131,7 @@ def watch(
         stack.enter_context(watcher)
         model(**clone_batch(batch))
     watcher.forget_unused()
-    return Run([layer for layer in watcher.ran.values() if layer.outputs], watcher.used_at)
+    return Run([layer for layer in watcher.ran.values() if layer.outputs])
 
 
 def norm_formula(module: nn.Module) -> NormFormula | None:
@@ -154,8 +150,6 @@ class _Watcher(TorchFunctionMode):
         self.ran: dict[str, Layer] = {}
         self.running: Layer | None = None
         self.stack: list[ModuleCall] = []
-        self.now = 0
-        self.used_at: dict[str, int] = {}
         self.names: dict[int, list[str]] = {}
         self.selected: dict[int, tuple[Tensor, Tensor]] = {}
         self.returned: dict[int, Tensor] = {}
@@ -183,10 +177,8 @@ class _Watcher(TorchFunctionMode):
         out = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name != "__get__":
-            self.now += 1
             given = [id(value) for value in flat((*args, *kwargs.values()))]
             self.consumed.update(key for key in given if key in self.returned)
-            self.used_at |= {self.names[key][0]: self.now for key in given if key in self.names}
         if self.thorough and self.running is not None:
             out = self._sized(self.running, func, args, kwargs, out)
         if name == "__getitem__" and isinstance(out, Tensor) and id(self._origin(args[0])) in self.names:
@@ -296,7 +288,7 @@ class _Watcher(TorchFunctionMode):
         call.outputs = [value for value in flat(output) if isinstance(value, Tensor) and value.requires_grad]
         if fqn in self.layers:
             layer, self.running = self.layers[fqn], None
-            layer.outputs, layer.left_at = call.outputs, self.now
+            layer.outputs = call.outputs
             self.returned |= {id(value): value for value in call.outputs}
 
 
