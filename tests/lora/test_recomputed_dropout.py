@@ -15,16 +15,21 @@ pytestmark = [
 ]  # PEFT 0.21
 
 
-def differing(mesh, sequence_parallel):
+MODES = {
+    "full": shardwise.Recompute(mode="full"),
+    "attention": shardwise.Recompute(mode="attention"),
+    "modules": shardwise.Recompute(mode="full", modules=("**.mlp",)),
+}
+
+
+def differing(mesh, mode, sequence_parallel):
     """Names of gradients that recomputation changes."""
     gradients = []
-    for mode in ("none", "full"):
+    for recompute in (shardwise.Recompute(), MODES[mode]):
         torch.manual_seed(0)
         config = peft.LoraConfig(r=2, lora_dropout=0.5, target_modules="all-linear", init_lora_weights=False)
         model = peft.get_peft_model(tiny_model("llama"), config)
-        split = shardwise.parallelize(
-            model, mesh, sequence_parallel=sequence_parallel, recompute=shardwise.Recompute(mode=mode)
-        ).train()
+        split = shardwise.parallelize(model, mesh, sequence_parallel=sequence_parallel, recompute=recompute).train()
         torch.manual_seed(1)
         shardwise.TrainStep(split, mesh)(tiny_batch(model))
         gradients.append(shardwise.full_gradients(split))
@@ -34,6 +39,7 @@ def differing(mesh, sequence_parallel):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", ["tp2"])
-def test_gradients_are_those_without_recomputation(on_ranks, layout, sequence_parallel):
+def test_gradients_are_those_without_recomputation(on_ranks, layout, mode, sequence_parallel):
     assert on_ranks(differing) == [[], []]

@@ -170,6 +170,22 @@ def test_a_forward_that_raises_gives_the_stream_back():
         assert len({loss for (_, on), (_, loss) in first.items() if on == sequence_parallel}) == 1
 
 
+def recompute_attention(mesh, family):
+    """Gradients with and without running attentions again in backward, which are regions and drop after them, too."""
+    found = []
+    for mode in ("none", "attention"):
+        model = tiny_model(family, **FAMILIES[family])
+        shardwise.parallelize(model, mesh, recompute=shardwise.Recompute(mode=mode)).train()
+        torch.manual_seed(9)
+        model(**tiny_batch(model)).loss.backward()
+        found.append(shardwise.full_gradients(model))
+    return differing_gradients(found[1], found[0])
+
+
+def test_regions_that_run_again_in_backward_drop_the_same(on_ranks):
+    assert on_ranks(recompute_attention, layout="tp2", family="starcoder2") == [[], []]
+
+
 def recompute(mesh, family):
     """Gradients with and without running layers again in backward, and the stream afterwards."""
     found = {}

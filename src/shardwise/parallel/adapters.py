@@ -163,5 +163,5 @@ def _drop_alike(dropout: nn.Module, name: str, context: SplitContext) -> None:
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         context.restore_rng("adapter")
 
-    dropout.register_forward_pre_hook(lambda module, args: context.fork_replicated_rng(module, name))
+    dropout.register_forward_pre_hook(lambda module, args: context.fork_rng("adapter", module, replicated=name))
     dropout.register_forward_hook(leave, always_call=True)

@@ -11,6 +11,7 @@ keys would grow twice; training forwards build none (see `caches.py`).
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -55,11 +56,12 @@ class _Resuming:
             if not self.is_region:
                 return self.run(own, *args, **kwargs)
             return self.run(lambda *args, **kwargs: with_own_sums(own, self.context, args, kwargs), *args, **kwargs)
-        state = self.context.state
+        state, again = self.context.state, self.context.state.copy()
+        runs = itertools.chain([state], iter(again.copy, None))
         casting = self.casting if self.casting is not None and self.casting.is_on else None
 
         def forward(kwargs: dict[str, Any], *args: Any) -> Any:
-            with self.context.resumed(state), casting.under_way() if casting is not None else nullcontext():
+            with self.context.resumed(next(runs)), casting.under_way() if casting is not None else nullcontext():
                 return own(*args, **kwargs)
 
         # By position: only there does `checkpoint` look for the device whose random numbers are drawn again.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
@@ -29,7 +28,6 @@ from shardwise.runtime.region_edges import (
     install_gathered,
     install_reduced,
     install_region,
-    install_rng_restore,
 )
 from shardwise.sharding.placement import Split
 from shardwise.tiny.fields import layer_overrides, read_field
@@ -91,9 +89,6 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> None:
             install_gathered(
                 modules[region.fqn], split.local_sizes, edge_of(context, plan.stack_of(region.fqn)), context
             )
-    left = [each.fqn for each in plan.regions if each.edge in ("row", "open")] if context.has_dropout else []
-    for name in sorted({name for fqn in left for name in itertools.accumulate(fqn.split(".")[:-1], "{}.{}".format)}):
-        install_rng_restore(modules[name], context)
     apply_local_heads(modules, plan.heads)
     apply_local_attributes(modules, plan.attributes)
     apply_expert_widths(modules, plan.parameters)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -16,10 +16,9 @@ from shardwise.comm.operations import Group
 from shardwise.mesh import Mesh
 from shardwise.runtime.axis import Axis
 from shardwise.runtime.forward_state import ForwardState
+from shardwise.runtime.rng import mix, seeded
 
-__all__ = ["SplitContext", "seeded"]
-
-_REPLICATED = 0x9E3779B97F4A7C15  # separates streams whose seeds come from the same number
+__all__ = ["SplitContext"]
 
 
 @dataclass
@@ -62,16 +61,6 @@ class SplitContext:
         gathered_for: functions for which a forward has had to gather split logits.
         last_look: name of the split logits that were gathered last.
         steps: what optimizers have done to the parameters, by which steps.
-
-    # [Note: random numbers]
-    All tp ranks start from equal random states, and replicated computations must drop the same: there they draw from
-    this *replicated* stream. Where each works on its own part of the sequence (a layer) or its own heads and features
-    (a region), it draws from a *rank-local* stream, whose seed is a number drawn from the stream before. So every rank
-    advances the replicated stream by the same number, and seeding or restoring it, as a caller or a layer that is
-    recomputed in backward does, determines the rank-local streams too.
-
-    Over pp the replicated stream stays the same too: a pipeline draws one seed from it for each step, and every stage
-    has a stream of its own for each microbatch (`stage_stream`), which is the replicated one of its tp ranks.
     """
 
     tp: Axis = Axis("tp")  # noqa: RUF009 - frozen
@@ -134,44 +123,21 @@ class SplitContext:
         finally:
             self.state = current
 
-    def fork_rng(self, level: str, module: nn.Module, *, replicated: str = "", in_parts: bool = False) -> None:
+    def fork_rng(self, level: str, module: nn.Module, *, replicated: str = "") -> None:
         """From here to `restore_rng(level)` random numbers come from another stream (see [Note: random numbers]).
 
         Args:
-            level: one of `LEVELS`.
+            level: "layer", "full_sequence", "region" or "adapter", each inside of the one before.
             module: what draws them; nothing happens unless it trains and the model has dropout.
-            replicated: inside a layer whose stream is rank-local, the name of a replicated stream: the module's,
-                because what several modules of the layer drop must not repeat.
-            in_parts: whether the module is given a part of the sequence, inside of a layer with a stream of its own.
+            replicated: where the stream is rank-local, the name of a replicated stream: the module's, because what
+                several modules of a layer drop must not repeat.
         """
-        if not (self.has_dropout and module.training) or level in self.state.random:
-            return  # several modules may enter one region, one after another
-        generator = generator_of(self.device)
-        if replicated:
-            self.state.replicated_seed = None
-            seed = generator.initial_seed() - self.tp.coord + _REPLICATED + zlib.crc32(replicated.encode())
-        else:
-            seed = int(torch.empty((), dtype=torch.int64).random_()) + 1 + self.tp.coord
-            around = generator.initial_seed() if in_parts and level == "region" else seed
-            self.state.replicated_seed = around - self.tp.coord
-        self._fork_rng(level, generator, seed)
-
-    def fork_replicated_rng(self, module: nn.Module, name: str) -> None:
-        """From here to `restore_rng("adapter")` what `module`, of that name, draws is the same on all ranks, also in a
-        region whose stream is rank-local: for what is computed there with the full input.
-        """
-        seed, own = self.state.replicated_seed, self.state.random
-        if not (self.has_dropout and module.training) or seed is None or "region" not in own or "adapter" in own:
-            return
-        self._fork_rng("adapter", generator_of(self.device), seed + _REPLICATED + zlib.crc32(name.encode()))
-
-    def _fork_rng(self, level: str, generator: torch.Generator, seed: int) -> None:
-        self.state.random[level] = generator, generator.get_state()
-        generator.manual_seed(seed % 2**63)
+        if self.has_dropout and module.training:
+            self.state.random.begin(level, self.device, self.tp.coord, replicated=replicated)
 
     def restore_rng(self, level: str) -> None:
         """Back to the stream before `fork_rng(level)`, if that has not happened yet."""
-        self.state.restore_rng(level)
+        self.state.random.end(level)
 
     def draw_seed(self, module: nn.Module) -> int | None:
         """A number for `stage_stream`, drawn from the stream that all ranks share; None where nothing is dropped."""
@@ -180,27 +146,5 @@ class SplitContext:
     @contextmanager
     def stage_stream(self, seed: int | None, stage: int, microbatch: int) -> Iterator[None]:
         """Inside, random numbers are those of one stage and microbatch (see [Note: random numbers])."""
-        if seed is None:
+        with nullcontext() if seed is None else seeded(self.device, mix(seed, f"{stage}.{microbatch}")):
             yield
-            return
-        with seeded(self.device, seed ^ zlib.crc32(f"{stage}.{microbatch}".encode()) * _REPLICATED):
-            yield
-
-
-@contextmanager
-def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Inside, modules on `device` draw from a stream of that seed; afterwards as before."""
-    generator = generator_of(device)
-    state = generator.get_state()
-    generator.manual_seed(seed % 2**63)
-    try:
-        yield
-    finally:
-        generator.set_state(state)
-
-
-def generator_of(device: torch.device) -> torch.Generator:
-    """The generator that modules on `device` draw from."""
-    if device.type == "cuda":
-        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
-    return torch.default_generator

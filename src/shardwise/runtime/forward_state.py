@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -12,11 +12,9 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import LayoutError
 from shardwise.runtime.modes import leave_mode
+from shardwise.runtime.rng import RandomStreams
 
-__all__ = ["LEVELS", "ForwardState", "GradientFactor", "Sum", "ends_missing"]
-
-LEVELS = ("layer", "full_sequence", "region", "adapter")
-"""Of random streams, from the outside in."""
+__all__ = ["ForwardState", "GradientFactor", "Sum", "ends_missing"]
 
 
 @dataclass
@@ -86,8 +84,7 @@ class ForwardState:
         sums: what row-split linears have summed in the region under way (see [Note: after the sum]); None outside.
         pending_sum: the partial sum of a region that is left to a later one of the same layer.
         loss_mode: the mode that a head has entered.
-        random: generators whose stream was changed, by level, with their state before.
-        replicated_seed: what the seeds of the ranks' streams in the region under way have in common.
+        random: the streams of random numbers that were begun.
     """
 
     lengths: dict[str, int] = field(default_factory=dict)
@@ -99,8 +96,11 @@ class ForwardState:
     sums: list[Sum] | None = None
     pending_sum: torch.Tensor | None = None
     loss_mode: TorchFunctionMode | None = None
-    random: dict[str, tuple[torch.Generator, torch.Tensor]] = field(default_factory=dict)
-    replicated_seed: int | None = None
+    random: RandomStreams = field(default_factory=RandomStreams)
+
+    def copy(self) -> ForwardState:
+        """The state for computing again what begins now."""
+        return replace(self, entered=Entered(), sums=None, random=self.random.copy())
 
     def enter_rows(self, rows: int) -> None:
         """The batch size of what enters the region that follows, 0 where that is flattened to tokens."""
@@ -129,14 +129,7 @@ class ForwardState:
         """Ends what stacks of layers, and what runs before them, have under way."""
         self.entered.clear()
         self.sums = self.pending_sum = self.open_stack = None
-        self.restore_rng("layer")
-
-    def restore_rng(self, level: str) -> None:
-        """Back to the stream before `fork_rng(level)`, and what was begun inside, if that has not happened yet."""
-        for inner in LEVELS[LEVELS.index(level) :][::-1]:
-            if inner in self.random:
-                generator, state = self.random.pop(inner)
-                generator.set_state(state)
+        self.random.end("layer")
 
 
 def ends_missing(stack: str, what: str) -> LayoutError:

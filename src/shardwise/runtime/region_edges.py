@@ -47,7 +47,6 @@ __all__ = [
     "install_gathered",
     "install_reduced",
     "install_region",
-    "install_rng_restore",
     "note_sum",
     "with_own_sums",
 ]
@@ -268,7 +267,7 @@ def install_region(
         context.state.sums = check.begin(module, arguments) if check is not None else None
         _enter_inputs(arguments, name, edge, context, residual_inputs, parts)
         if kind != "output":
-            context.fork_rng("region", module, in_parts=stack is not None)
+            context.fork_rng("region", module)
             return
         if context.has_dropout and module.training and (hidden := hidden_name(arguments)) is not None:
             # Router jitter multiplies the hidden states in place, which views that autograd does not track forbid.
@@ -362,16 +361,6 @@ def _enter_inputs(
             arguments[name] = entered(f"part {name}", value, edge.view)
         elif value.is_floating_point():  # no part of the sequence
             arguments[name] = entered(f"full {name}", value, lambda x: copy_to_region(x, context.tp.group))
-
-
-def install_rng_restore(around: nn.Module, context: SplitContext) -> None:
-    """Has a forward of a module around a region restore the random stream where it raises or recomputation stops it."""
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if output is None:
-            context.restore_rng("region")
-
-    around.register_forward_hook(leave, always_call=True)
 
 
 def install_reduced(module: nn.Module, edge: TensorEdge, context: SplitContext) -> None:

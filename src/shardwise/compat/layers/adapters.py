@@ -21,8 +21,9 @@ from shardwise.compat.layers.grouped import GroupedProjections
 from shardwise.compat.layers.linears import ColumnLinear, RowLinear
 from shardwise.compat.layers.split_module import SplitModule
 from shardwise.errors import UnsupportedError
-from shardwise.runtime.context import SplitContext, seeded
+from shardwise.runtime.context import SplitContext
 from shardwise.runtime.modes import has_dropout
+from shardwise.runtime.rng import seeded
 from shardwise.sharding.placement import split_sections
 
 __all__ = ["register_split_layers"]
