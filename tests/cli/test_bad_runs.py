@@ -105,7 +105,7 @@ def checkpoint_in(directory):
 
 # Name -> (what is done to the run, words of the command line, parts of the one error).
 CASES = {
-    "config: negative size": (part(set_config, hidden_size=-32), [], ["negative dimension -32", "correct the sizes"]),
+    "config: negative size": (part(set_config, hidden_size=-32), [], ["negative dimension -32"]),
     "config: a list": (part(replace_config, "[]"), [], ["cannot read the model config 'model'"]),
     "config: no JSON": (part(replace_config, "{"), [], ["cannot read the model config 'model'", "not a valid JSON"]),
     "config: a number is text": (
@@ -121,14 +121,14 @@ CASES = {
     "config: attention that is not installed": (
         part(set_config, attn_implementation="flash_attention_2"),
         [],
-        ["cannot build a model of type 'llama'", "FlashAttention2", "another attn_implementation, such as sdpa"],
+        ["cannot build a model of type 'llama'", "FlashAttention2", "options that it takes"],
     ),
     "new model: text for a number": (
         None,
         ["model={config: {model_type: llama, num_hidden_layers: two}, tokenizer: tokenizer}"],
         ["cannot read the model config values", "'num_hidden_layers' expected int, got str"],
     ),
-    "model: empty directory": (empty_model, [], ["model.path: no model config at 'model'", "has no config.json"]),
+    "model: empty directory": (empty_model, [], ["transformers cannot read the model config 'model'", "config.json"]),
     "model: an adapter beside": (
         lambda: Path("model/adapter_config.json").write_text("{}"),
         [],

@@ -103,13 +103,13 @@ def test_users_numbers_say_how_many_stages_a_rank_holds():
 @pytest.mark.parametrize(
     ("pipeline", "says"),
     [
-        (Pipeline(layers=(0, 5, 3)), "out of order"),
-        (Pipeline(layers=(0, 3, 3)), "out of order"),
-        (Pipeline(layers=(0, 3, 8)), "past the end"),
-        (Pipeline(layers=(2, 2, 2)), "they are 6 together, and the model runs 8"),
-        (Pipeline(layers=(4, 0, 4)), "a stage without a layer"),
+        (Pipeline(layers=(0, 5, 3)), "these are first layers, ascending, of 8"),
+        (Pipeline(layers=(0, 3, 3)), "these are first layers, ascending, of 8"),
+        (Pipeline(layers=(0, 3, 8)), "these are first layers, ascending, of 8"),
+        (Pipeline(layers=(2, 2, 2)), "numbers of layers: 6 together, of 8"),
+        (Pipeline(layers=(4, 0, 4)), "do not fit a model that runs 8 layers"),
         (Pipeline(layers=(0, 4)), "makes 2 stages"),
-        (Pipeline(layers=(0, 1, 2), num_stages_per_rank=2), "6 stages"),
+        (Pipeline(layers=(0, 1, 2), num_stages_per_rank=2), "each of 3 ranks along pp holds 2"),
         (Pipeline(schedule="interleaved_1f1b", layers=(0, 1, 2)), "at least 2, not 1"),
         (Pipeline(schedule="interleaved_1f1b", num_stages_per_rank=3), "9 stages for a model that runs 8 layers"),
     ],
@@ -130,7 +130,7 @@ def test_cuts_that_do_not_fit(pipeline, says):
         (Pipeline(num_stages_per_rank=2, schedule="zbv"), "tp1", "none", "pp_size is 1"),
         (Pipeline(schedule="zbv"), "pp2", "full", "splits the backward"),
         (Pipeline(schedule="interleaved_zero_bubble"), "pp2", "attention", "splits the backward"),
-        (Pipeline(layers=(0, 1, 2)), "pp2", "none", "a multiple of 2"),
+        (Pipeline(layers=(0, 1, 2)), "pp2", "none", "holds equally many"),
     ],
 )
 def test_options_that_fit_no_pipeline(pipeline, layout, recompute, says):

@@ -268,8 +268,6 @@ UNFIT = {
         {},
         ("1 of 21 tensors hold NaN", UP),
     ),
-    "no such pattern": (dict, {}, {"allow_missing": ["scor"]}, ("allow_missing has 'scor', which is no parameter",)),
-    "text": (dict, {}, {"allow_missing": "score"}, ("write a list of patterns, such as allow_missing=['score']",)),
     "module.": (lambda s: {f"module.{key}": value for key, value in s.items()}, {}, {}, None),
     "nested prefixes": (lambda s: {f"module._orig_mod.{key}": value for key, value in s.items()}, {}, {}, None),
     "Lightning": (lambda s: {f"model.{key}": value for key, value in s.items()}, {}, {}, None),

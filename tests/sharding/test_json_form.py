@@ -31,7 +31,6 @@ def test_layouts_read_back(layout):
     ("data", "says"),
     [
         ({}, "kind"),
-        ({"kind": "held", "coords": [1, 1]}, "held by the coords (1, 1)"),
         ({"kind": "spilt"}, "spilt"),
         ({"kind": "chunk"}, "Chunk'> has the attributes dim"),
         ({"kind": "chunk", "dim": "0"}, "'0' is no int"),

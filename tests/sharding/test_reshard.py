@@ -56,5 +56,5 @@ def test_elements_that_nobody_saved_are_named():
     saved = [Source("a", ((0, 2), (0, 4)), ((0, 2), (0, 4)))]
     with pytest.raises(LayoutError) as caught:
         copies(saved, [Piece(((0, 3), (1, 4)), ((0, 3), (0, 3)))])
-    assert "no source holds the elements [2:3, 1:4]" in str(caught.value)
+    assert "no source holds the elements ((2, 3), (1, 4))" in str(caught.value)
     assert "3 of 9 wanted elements" in str(caught.value)

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.api.sources import SOURCE, WeightSource, build_meta
 from shardwise.errors import UnsupportedError
-from shardwise.parallel.build import read_class_config
+from shardwise.parallel.build import read_config
 from shardwise.weights.locate import HUB_OPTIONS
 
 __all__ = ["build_lazily", "loading_lazily"]
@@ -135,7 +135,8 @@ def build_lazily(
     other_name = options.pop("torch_dtype", None)
     dtype = options.pop("dtype", None) or other_name
     where = {name: value for name in HUB_OPTIONS if (value := options.pop(name, None)) not in (None, "")}
-    config, options = read_class_config(cls.config_class, place, config, where, options)
+    if not isinstance(config, PreTrainedConfig):
+        config, options = read_config(place if config is None else config, {**options, **where}, cls.config_class)
     names = list(inspect.signature(cls.__init__).parameters)[2:]
     options |= dict(zip(names, model_args, strict=False))
     options = {"allow_missing": True, "allow_unused": True, **options, **where}

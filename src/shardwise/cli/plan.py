@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     parser.add_argument("--batch", metavar="ROWSxTOKENS", help="size of one microbatch on a data rank, such as 2x4096")
     parser.add_argument("--compute", metavar="DTYPE", help="dtype of forward and backward, such as bfloat16")
-    parser.add_argument("--recompute", metavar="MODE", help="none, full, attention, selective, alternate or offload")
+    parser.add_argument("--recompute", metavar="MODE", help="none, full, attention, selective or alternate")
     parser.add_argument(
         "--timeline",
         type=Path,

@@ -9,10 +9,11 @@ the embedding does, whose rows are looked up. All numbers are integers: every ra
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from shardwise.errors import ConfigError, counted
 from shardwise.plan.options import Pipeline, Recompute
@@ -65,13 +66,12 @@ def smallest_schedule(pipeline: Pipeline, pp_size: int) -> Schedule:
     """
     number = pipeline.num_stages_per_rank
     if pipeline.layers is not None:
-        number, left = divmod(len(pipeline.layers), pp_size)
-        if left or number != (pipeline.num_stages_per_rank or number):
-            wanted = f"{pp_size * (pipeline.num_stages_per_rank or 1)} stages"
-            wanted = wanted if pipeline.num_stages_per_rank else f"a multiple of {pp_size}"
+        wanted, num_stages = number, len(pipeline.layers)
+        number = num_stages // pp_size
+        if num_stages != pp_size * (wanted or number):
             raise ConfigError(
-                f"Pipeline layers {pipeline.layers} makes {counted(len(pipeline.layers), 'stage')}",
-                why=f"{pp_size} ranks along pp hold as many stages each: {wanted}",
+                f"Pipeline layers {pipeline.layers} makes {counted(num_stages, 'stage')}",
+                why=f"each of {pp_size} ranks along pp holds {wanted or 'equally many'}",
                 fix="give one number for each stage",
             )
     return build_schedule(
@@ -86,9 +86,12 @@ def fewest_microbatches(pipeline: Pipeline, shape: MeshShape) -> int:
     """The fewest microbatches, of at least one a rank of pp, that the schedule takes; 1 without a pipeline."""
     if shape.pp_size == 1:
         return 1
-    schedule = smallest_schedule(pipeline, shape.pp_size)
-    number = len(schedule.rank_of) // shape.pp_size
-    return next(count for count in itertools.count(shape.pp_size) if takes(schedule.name, shape.pp_size, count, number))
+    smallest_schedule(pipeline, shape.pp_size)  # raises where no number would do
+    for count in itertools.count(shape.pp_size):
+        with contextlib.suppress(ConfigError):
+            schedule_for(pipeline, shape, count)
+            break
+    return count
 
 
 def schedule_for(pipeline: Pipeline, shape: MeshShape, num_microbatches: int | None = None) -> Schedule:
@@ -103,17 +106,6 @@ def schedule_for(pipeline: Pipeline, shape: MeshShape, num_microbatches: int | N
         num_microbatches=fewest_microbatches(pipeline, shape) if num_microbatches is None else num_microbatches,
         num_stages_per_rank=len(smallest_schedule(pipeline, shape.pp_size).rank_of) // shape.pp_size,
     )
-
-
-def takes(name: str, pp_size: int, num_microbatches: int, num_stages_per_rank: int) -> bool:
-    """Whether there is such a schedule."""
-    try:
-        build_schedule(
-            name, pp_size=pp_size, num_microbatches=num_microbatches, num_stages_per_rank=num_stages_per_rank
-        )
-    except ConfigError:
-        return False
-    return True
 
 
 def check_layers(pipeline: Pipeline, num_segments: int, *, pp_size: int) -> None:
@@ -167,23 +159,29 @@ def balance(cost: Cost, num_segments: int, num_stages: int) -> tuple[int, ...]:
 def _cost(order: LayerOrder, facts: ModelFacts) -> Cost:
     """See [Note: the cost of a stage]."""
     num_segments = len(order.calls)
-    held: list[dict[str, int]] = [{} for _ in order.calls]
-    multiplied = [0] * num_segments
+    of_segment = [0] * num_segments
+    users: dict[str, set[int]] = {}
+    sizes: dict[str, int] = {}
     for fqn, module, _, shape in facts.parameters():
+        name, size = facts.tied.get(fqn, fqn), math.prod(shape)
+        sizes[name] = size
+        num_chosen, num_experts = experts_of(facts, module, shape)
         for segment in order.uses.get(fqn, ()):
-            size = math.prod(shape)
-            held[segment][facts.tied.get(fqn, fqn)] = size
+            users.setdefault(name, set()).add(segment)
             # A table of rows is looked up where the model begins, and may be what logits are made with where it ends.
             is_looked_up = facts.modules[module].kind == "embedding" and segment < max(1, num_segments - 1)
-            num_chosen, num_experts = experts_of(facts, module, shape)
-            multiplied[segment] += size * num_chosen // num_experts if len(shape) > 1 and not is_looked_up else 0
-    sums = list(itertools.accumulate(multiplied, initial=0))
+            of_segment[segment] += size * num_chosen // num_experts if len(shape) > 1 and not is_looked_up else 0
+    shared = {name: segments for name, segments in users.items() if len(segments) > 1}
+    for name in users.keys() - shared:
+        of_segment[min(users[name])] += sizes[name]
+    sums = list(itertools.accumulate(of_segment, initial=0))
 
-    @functools.cache
-    def held_from(start: int) -> list[int]:
-        return list(_held(held[start:]))
+    def cost(start: int, end: int) -> int:
+        inside = range(start, end)
+        held = (sizes[name] for name, segments in shared.items() if not segments.isdisjoint(inside))
+        return sums[end] - sums[start] + sum(held)
 
-    return lambda start, end: sums[end] - sums[start] + held_from(start)[end - start]
+    return cost
 
 
 _CHOSEN = ("top_k", "num_experts_per_tok", "k")
@@ -213,42 +211,21 @@ def experts_of(facts: ModelFacts, module: str, shape: Sequence[int]) -> tuple[in
     return 1, 1
 
 
-def _held(segments: Sequence[dict[str, int]]) -> Iterator[int]:
-    """The parameters of no segment, of the first, of the first two together, and so on."""
-    known: dict[str, int] = {}
-    total = 0
-    yield total
-    for segment in segments:
-        total += sum(size for name, size in segment.items() if name not in known)
-        known |= segment
-        yield total
-
-
 def _given_starts(layers: tuple[int, ...], num_segments: int) -> tuple[int, ...]:
     """With which segment every stage begins, from the first layers of stages, or from their numbers of layers."""
+    ends = (*layers[1:], num_segments)
     if layers[0] == 0:
-        if any(after <= before for before, after in itertools.pairwise(layers)):
-            raise ConfigError(
-                f"Pipeline layers {layers} are out of order",
-                at="pipeline",
-                why="it begins with 0, so it names the first layer of every stage, and a stage has a layer or more",
-                fix="give ascending numbers",
-            )
-        if layers[-1] >= num_segments:
-            raise ConfigError(
-                f"Pipeline layers {layers} cut past the end",
-                at="pipeline",
-                why=f"the model runs {counted(num_segments, 'layer')}, of which the last is {num_segments - 1}",
-                fix=f"use numbers up to {num_segments - 1}",
-            )
-        return layers
-    if 0 in layers or sum(layers) != num_segments:
-        total = f"they are {sum(layers)} together, and the model runs {num_segments}"
-        why = "a stage without a layer" if 0 in layers else total
+        starts, why = layers, f"0 comes first, so these are first layers, ascending, of {num_segments}"
+        is_wrong = any(after <= before for before, after in zip(layers, ends, strict=True))
+    else:
+        starts = (0, *itertools.accumulate(layers[:-1]))
+        why = f"they do not begin with 0, so they are numbers of layers: {sum(layers)} together, of {num_segments}"
+        is_wrong = 0 in layers or sum(layers) != num_segments
+    if is_wrong:
         raise ConfigError(
-            f"Pipeline layers {layers} are no numbers of layers for this model",
+            f"Pipeline layers {layers} do not fit a model that runs {counted(num_segments, 'layer')}",
             at="pipeline",
-            why=f"{why}; it does not begin with 0, so it says how many layers each stage has",
-            fix="give numbers that add up, or the first layer of every stage, beginning with 0",
+            why=why,
+            fix="give the first layer of every stage, beginning with 0, or numbers of layers that add up",
         )
-    return (0, *itertools.accumulate(layers[:-1]))
+    return starts

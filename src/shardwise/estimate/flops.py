@@ -81,10 +81,7 @@ def _attentions(facts: ModelFacts, windows: Mapping[str, int]) -> Iterator[tuple
 
 def _attends(facts: ModelFacts, name: str, heads: Heads, *, query: int, value: int) -> bool:
     """Whether the matrices of a module with heads have the sizes of an attention's: state space mixers differ.
-
-    Args:
-        query: features of a head's query and key.
-        value: features of a head's value.
+    `query` and `value` are features of a head.
     """
     matrices = []
     for fqn, module, _, shape in facts.parameters():

@@ -16,7 +16,6 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from shardwise.errors import ConfigError, LoadError, UnsupportedError, one_line
 from shardwise.weights.kinds import check_no_checkpoint
 from shardwise.weights.locate import HUB_OPTIONS, locate_source
-from shardwise.weights.staging import disk_errors
 
 __all__ = [
     "as_dtype",
@@ -24,7 +23,6 @@ __all__ = [
     "model_class_of",
     "named_class",
     "num_positions",
-    "read_class_config",
     "read_config",
     "read_generation_config",
 ]
@@ -45,53 +43,28 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def read_config(
-    source: str | os.PathLike[str] | Mapping[str, Any], options: Mapping[str, Any]
+    source: str | os.PathLike[str] | Mapping[str, Any], options: Mapping[str, Any], config_class: Any = AutoConfig
 ) -> tuple[PreTrainedConfig, dict[str, Any]]:
     """The config at `source`, changed by those of `options` that are config values, and the options left.
 
     Args:
         source: a directory with a config.json, a .json file, a hub id, or the values themselves.
+        config_class: reads it; one of a part of what is at `source` reads the config of that part.
 
     Raises:
         LoadError: there is no config, or transformers cannot read it.
     """
     where = _config_place(options)
     rest = {name: value for name, value in options.items() if name not in HUB_OPTIONS}
-    what = f"transformers cannot read the model config {'values' if isinstance(source, Mapping) else repr(source)}"
-    with _reading(what, fix="correct the values, or take the config of another checkpoint of the kind"):
-        if isinstance(source, Mapping):
+    if isinstance(source, Mapping):
+        with _reading("config values"):
             return AutoConfig.for_model(**source), rest
-        _check_file(source, where)
-        config, unused = AutoConfig.from_pretrained(os.fspath(source), return_unused_kwargs=True, **where, **rest)
-    return config, unused
-
-
-def read_class_config(
-    config_class: Any,
-    source: str | os.PathLike[str],
-    config: PreTrainedConfig | str | os.PathLike[str] | None,
-    where: Mapping[str, Any],
-    options: Mapping[str, Any],
-) -> tuple[PreTrainedConfig, dict[str, Any]]:
-    """As `read_config`, as `from_pretrained` of a model class does it: by that class's own config class, which may be
-    that of a part of what is at `source`.
-
-    Args:
-        config: instead of the one at `source`: a config, or the place of one.
-        where: those of `HUB_OPTIONS` that are given.
-
-    Raises:
-        LoadError: there is no config, or transformers cannot read it.
-    """
-    if isinstance(config, PreTrainedConfig):
-        return config, dict(options)
-    where = _config_place(where)
-    place = source if config is None else config
-    _check_file(place, where)
-    what = f"{config_class.__name__} cannot read the model config {os.fspath(place)!r}"
-    with _reading(what, fix="use the model class of this checkpoint"):
-        found, rest = config_class.from_pretrained(os.fspath(place), return_unused_kwargs=True, **where, **options)
-    return found, rest
+    if not os.path.isfile(source):  # noqa: PTH113 - pathlib raises: a name too long
+        locate_source(source, **{name: value for name, value in where.items() if name != "subfolder"})
+        check_no_checkpoint(source)
+    with _reading(f"config {os.fspath(source)!r}"):
+        found: Any = config_class.from_pretrained(os.fspath(source), return_unused_kwargs=True, **where, **rest)
+        return found
 
 
 def _config_place(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,31 +73,16 @@ def _config_place(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _reading(what: str, *, fix: str) -> Iterator[None]:
+def _reading(what: str) -> Iterator[None]:
     """Says what could not be read: a config's class refuses its values with errors of many kinds."""
     try:
         yield
-    except LoadError:
-        raise
     except Exception as error:
-        raise LoadError(what, why=one_line(error), fix=fix) from error
-
-
-def _check_file(source: str | os.PathLike[str], where: dict[str, Any]) -> None:
-    """Raises `LoadError` where `source` names no hub id, and there is no config at it."""
-    path = Path(source)
-    if path.suffix != ".json":
-        directory = locate_source(source, **{name: value for name, value in where.items() if name != "subfolder"})
-        if directory is None:
-            return
-        path = directory / (where.get("subfolder") or "") / "config.json"
-    with disk_errors(f"cannot read {path}"):
-        if path.exists():
-            return
-    check_no_checkpoint(source)
-    why = "there is no such file" if path == Path(source) else "the directory has no config.json"
-    fix = "point at a directory that save_pretrained wrote"
-    raise LoadError(f"no model config at {os.fspath(source)!r}", why=why, fix=fix)
+        raise LoadError(
+            f"transformers cannot read the model {what}",
+            why=one_line(error),
+            fix="correct it, or point at a directory that save_pretrained wrote",
+        ) from error
 
 
 def named_class(config: PreTrainedConfig) -> Any:
@@ -187,16 +145,11 @@ def build_meta_model(
     try:
         with torch.device("meta"):
             model = build(config, **({} if dtype is None else {"dtype": dtype}), **options)
-    except Exception as error:  # foreign constructors fail in any way; the cause is passed on
-        fixes = {
-            ImportError: "install what is missing, or pass another attn_implementation, such as sdpa",
-            RuntimeError: "correct the sizes in the config",
-        }
-        fits = "pass the auto_class that fits the checkpoint, such as transformers.AutoModel, and options it takes"
+    except Exception as error:  # foreign constructors fail in any way
         raise UnsupportedError(
             f"{getattr(chosen, '__name__', chosen)} cannot build a model of type {config.model_type!r}",
-            why=f"{type(error).__name__}: {str(error).strip()}".splitlines()[0],
-            fix=next((fix for kind, fix in fixes.items() if isinstance(error, kind)), fits),
+            why=f"{type(error).__name__}: {one_line(error, limit=300)}",
+            fix="pass the auto_class that fits the checkpoint, such as AutoModel, and options that it takes",
         ) from error
     _empty(model)
     model.eval()
@@ -227,10 +180,11 @@ def read_generation_config(model: PreTrainedModel, source: str | os.PathLike[str
     """
     if not model.can_generate():
         return
-    what = f"transformers cannot read the generation_config.json of {os.fspath(source)!r}"
-    with _reading(what, fix="remove it, or copy or download it again"):
-        try:
-            model.generation_config = GenerationConfig.from_pretrained(os.fspath(source), **_config_place(options))
-        except OSError:  # most checkpoints have none: the model's defaults stand
-            if os.path.lexists(Path(source) / (options.get("subfolder") or "") / "generation_config.json"):
-                raise
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(os.fspath(source), **_config_place(options))
+    except Exception as error:  # an OSError where there is none, as in most checkpoints: the model's defaults stand
+        path = Path(source) / (options.get("subfolder") or "") / "generation_config.json"
+        if not isinstance(error, OSError) or os.path.lexists(path):
+            raise LoadError(
+                f"cannot read the generation_config.json of {os.fspath(source)!r}", why=str(error)
+            ) from error

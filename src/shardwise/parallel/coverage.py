@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.errors import ConfigError, LoadError, UnsupportedError, did_you_mean
+from shardwise.errors import LoadError, UnsupportedError
 from shardwise.plan.match import match, star_numbers
 from shardwise.plan.structure import parent_of, upwards
 from shardwise.weights.conversion import Resolution
@@ -38,17 +38,13 @@ class Allowed:
 
     @classmethod
     def pop(cls, options: dict[str, Any]) -> Allowed:
-        """Takes the options about it out of those of `load`. Raises `ConfigError` where one is of the wrong type."""
-        patterns = {}
-        for name in ("allow_missing", "allow_unused"):
-            given = options.pop(name, ())
-            patterns[name] = () if given is False else ("**",) if given is True else given
-            if isinstance(given, str) or not all(isinstance(each, str) for each in patterns[name]):
-                raise ConfigError(
-                    f"{name} is {given!r}", fix=f"write a list of patterns, such as {name}=['score'], or True"
-                )
-        ignored = bool(options.pop("ignore_mismatched_sizes", False))
-        return cls(missing=patterns["allow_missing"], unused=patterns["allow_unused"], mismatched=ignored)
+        """Takes the options about it out of those of `load`: lists of patterns, or True for all names."""
+        missing, unused = (options.pop(name, None) or () for name in ("allow_missing", "allow_unused"))
+        return cls(
+            missing=("**",) if missing is True else missing,
+            unused=("**",) if unused is True else unused,
+            mismatched=bool(options.pop("ignore_mismatched_sizes", False)),
+        )
 
 
 def check_coverage(
@@ -72,18 +68,16 @@ def check_coverage(
     Raises:
         LoadError: tensors are missing, of another shape or kind, cannot be converted, or belong to further layers.
         UnsupportedError: the weights are quantized.
-        ConfigError: a pattern of `allowed.missing` fits no parameter of the model.
     """
-    parameters = {name: value.dtype for name, value in model.named_parameters(remove_duplicate=False)}
-    _check_patterns(allowed.missing, parameters)
     _check_scales(resolution, location)
+    parameters = {name: value.dtype for name, value in model.named_parameters(remove_duplicate=False)}
     failed, modules = resolution.conversion_errors, dict(model.named_modules())
     missing = [name for name in resolution.missing if name in parameters and name not in failed]
-    beyond = {
+    beyond = [
         name
         for name in resolution.unexpected
         if is_guess or _is_beyond(modules, name) or _is_beyond(modules, f"{model.base_model_prefix}.{name}")
-    }
+    ]
     strange = {
         fqn: f"{fqn}: {lazy.dtype} in the checkpoint, {parameters[fqn]} in the model"
         for fqn, lazy in resolution.tensors.items()
@@ -104,15 +98,15 @@ def check_coverage(
         *_listed("not to be converted", [f"{fqn}: {text.strip().splitlines()[-1]}" for fqn, text in failed.items()]),
     ]
     if faults:
-        wanted, how = set(names), " (auto_class=, or architectures in its config.json)" if is_guess else ""
+        wanted = set(names)
         num_fitting = len((wanted & resolution.tensors.keys()) - strange.keys())
         raise LoadError(
             f"{num_fitting} of {len(wanted)} tensors fit {type(model).__name__}",
             at=location,
-            why="\n".join([*faults, *_listed("others of the checkpoint", resolution.unexpected - beyond)]),
-            fix=f"load with the config and the class that the checkpoint was made with{how};\n"
-            "allow_missing, allow_unused (model.allow_missing in the file of a run) and ignore_mismatched_sizes say\n"
-            "what may differ",
+            why="\n".join([*faults, *_listed("others of the checkpoint", resolution.unexpected - set(beyond))]),
+            fix="load with the config and the class that the checkpoint was made with (auto_class=, or architectures\n"
+            "in its config.json); allow_missing, allow_unused (model.allow_missing in the file of a run) and\n"
+            "ignore_mismatched_sizes say what may differ",
         )
     for what, unfit in (
         ("in the checkpoint but not in the model, and not used", resolution.unexpected),
@@ -125,8 +119,8 @@ def check_coverage(
 
 def _check_scales(resolution: Resolution, location: str) -> None:
     """Raises `UnsupportedError` where float8 weights have scales beside them: without these they are other weights."""
-    scales = sorted(name for name in resolution.unexpected if "scale" in name.rpartition(".")[2])
-    narrow = sorted(fqn for fqn, lazy in resolution.tensors.items() if str(lazy.dtype).startswith("torch.float8"))
+    scales = [name for name in resolution.unexpected if "scale" in name.rpartition(".")[2]]
+    narrow = [fqn for fqn, lazy in resolution.tensors.items() if str(lazy.dtype).startswith("torch.float8")]
     if scales and narrow:
         raise UnsupportedError(
             f"a quantized checkpoint ({len(narrow)} float8 tensors, with scales)",
@@ -158,12 +152,3 @@ def _is_beyond(modules: Mapping[str, nn.Module], name: str) -> bool:
 def _fits(name: str, patterns: Sequence[str]) -> bool:
     """Whether a pattern is that of `name` or of a module that it is in."""
     return any(match(f"{pattern}.**", name) for pattern in patterns)
-
-
-def _check_patterns(patterns: Sequence[str], parameters: Collection[str]) -> None:
-    for pattern in patterns:
-        if not any(_fits(name, [pattern]) for name in parameters):
-            raise ConfigError(
-                f"allow_missing has {pattern!r}, which is no parameter of the model{did_you_mean(pattern, parameters)}",
-                fix="name parameters or modules by their full names, with * for one component and ** for any number",
-            )

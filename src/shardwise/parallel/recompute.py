@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
@@ -27,7 +27,7 @@ from shardwise.parallel.facts import read_facts
 from shardwise.parameters.registry import Registry
 from shardwise.plan.match import match
 from shardwise.plan.options import Recompute
-from shardwise.plan.structure import LayerStack, outermost, outermost_layers
+from shardwise.plan.structure import LayerStack, is_within, outermost, outermost_layers
 from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.region_edges import with_own_sums
 
@@ -115,10 +115,10 @@ def find_recomputed(model: nn.Module, stacks: Sequence[LayerStack], recompute: R
         return ()
     if recompute.modules:
         return _matching(model, recompute.modules)
-    names = outermost_layers(stacks)[:: recompute.every]
+    names = outermost_layers(stacks)
     if recompute.mode == "attention":
-        layers = tuple(f"{layer}." for layer in names)
-        names = tuple(name for name in _attentions(model) if name.startswith(layers))
+        attentions = outermost(name for name, each in read_facts(model).modules.items() if each.heads and name)
+        names = tuple(name for name in attentions if is_within(name, names))
     if not names:
         what = "attention that is recognised" if recompute.mode == "attention" else "layers to recompute"
         raise ConfigError(f"{type(model).__name__} has no {what}", fix="name modules by pattern")
@@ -131,16 +131,9 @@ def _matching(model: nn.Module, patterns: tuple[str, ...]) -> tuple[str, ...]:
         if not any(match(pattern, name) for name in names):
             raise ConfigError(f"Recompute pattern {pattern!r} matches no module of {type(model).__name__}")
     chosen = [name for name in names if any(match(pattern, name) for pattern in patterns)]
-    for name in chosen:
-        outer = next((each for each in chosen if name.startswith(f"{each}.")), None)
-        if outer is not None:
-            raise ConfigError(f"{name} is inside {outer}, and both are to be recomputed", fix="name only one of them")
+    if inner := set(chosen) - set(outermost(chosen)):
+        raise ConfigError(f"{min(inner)} is inside another module that is recomputed", fix="name only one of them")
     return tuple(chosen)
-
-
-def _attentions(model: nn.Module) -> list[str]:
-    """The outermost modules that know their heads."""
-    return outermost(name for name, each in read_facts(model).modules.items() if each.heads is not None and name)
 
 
 def _run_selectively(kept: Callable[[], Any], own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -153,46 +146,21 @@ def _run_selectively(kept: Callable[[], Any], own: Callable[..., Any], *args: An
     return checkpoint(forward, *args, use_reentrant=False, context_fn=kept, **kwargs)
 
 
-def _keep_expensive() -> Any:
-    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        is_kept = operation in _PRODUCTS or _is_always_kept(operation)
-        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
-
-
-def _keep_alternate() -> Any:
+def _keep_expensive(every: int) -> Any:
+    """Contexts that keep collectives, attention, and every n-th matrix product."""
     counts = {True: 0, False: 0}
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        is_kept = _is_always_kept(operation)
+        is_kept = operation in _ATTENTIONS or operation.namespace == "_c10d_functional"
         if operation in _PRODUCTS:
+            is_kept = counts[context.is_recompute] % every == 0
             counts[context.is_recompute] += 1
-            is_kept = counts[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
 
-def _is_always_kept(operation: Any) -> bool:
-    return operation in _ATTENTIONS or operation.namespace == "_c10d_functional"
-
-
-def _run_offloaded(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    host = torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
-
-    def pack(value: Tensor) -> Any:  # masks and positions are shared by all blocks
-        return host.pack_hook(value) if value.requires_grad else value
-
-    def unpack(kept: Any) -> Any:
-        return host.unpack_hook(kept) if isinstance(kept, tuple) else kept
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        return checkpoint(own, *args, use_reentrant=False, **kwargs)
-
-
 _RUNS: dict[str, Callable[..., Any]] = {
-    "selective": functools.partial(_run_selectively, _keep_expensive),
-    "alternate": functools.partial(_run_selectively, _keep_alternate),
-    "offload": _run_offloaded,
+    "selective": functools.partial(_run_selectively, functools.partial(_keep_expensive, 1)),
+    "alternate": functools.partial(_run_selectively, functools.partial(_keep_expensive, 2)),
 }

@@ -15,7 +15,7 @@ _STAGES = (1, 2, 3)
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _NONFINITE = ("raise", "skip", "ignore")
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-_RECOMPUTED = ("none", "full", "attention", "selective", "alternate", "offload", "budget")
+_RECOMPUTED = ("none", "full", "attention", "selective", "alternate", "budget")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,12 +126,10 @@ class Recompute:
         "selective"   blocks are, except what is expensive to compute: matrix products, attention and collectives are
         kept
         "alternate"   as "selective", but of a block's matrix products every second is computed again
-        "offload"     as "full", and what a block keeps of its inputs waits in host memory for backward
         "budget"      of what compiled blocks would keep, torch keeps as much as `budget` allows, and chooses what
 
     Attributes:
-        mode: none, full, attention, selective, alternate, offload or budget.
-        every: recompute only every n-th block, from the first on.
+        mode: none, full, attention, selective, alternate or budget.
         modules: instead of blocks, modules whose names match one of these patterns (`model.layers.*.mlp`), none
             of them inside another.
         budget: with mode "budget", the share of bytes, from 0 (inputs alone) to 1 (as torch.compile does by itself).
@@ -141,14 +139,11 @@ class Recompute:
     """
 
     mode: str = "none"
-    every: int = 1
     modules: tuple[str, ...] = ()
     budget: float | None = None
 
     def __post_init__(self) -> None:
         check_choice("Recompute mode", self.mode, _RECOMPUTED)
-        if self.every < 1:
-            raise ConfigError(f"Recompute every is {self.every!r}", fix="use an integer of at least 1")
         object.__setattr__(self, "modules", _patterns(self.modules))
         if self.modules and self.mode in ("none", "attention", "budget"):
             raise ConfigError(
@@ -156,8 +151,6 @@ class Recompute:
                 why="patterns say which modules are recomputed in place of blocks",
                 fix='use mode="full" or mode="selective" with them',
             )
-        if self.every > 1 and self.mode == "budget":
-            raise ConfigError("Recompute every with mode 'budget'", why="all blocks share what is compiled")
         if (self.mode == "budget") != (self.budget is not None):
             raise ConfigError(
                 f"Recompute mode {self.mode!r} with budget {self.budget}", fix='use mode="budget" and budget=0.5, say'
@@ -302,12 +295,6 @@ class ParallelSpec:
                 "Recompute mode 'budget' without compilation",
                 why="torch chooses what is kept when it divides a compiled block in forward and backward",
                 fix='add Compile(), or use mode="alternate" or "selective"',
-            )
-        if mode == "offload" and self.compilation is not None:
-            raise ConfigError(
-                "Recompute mode 'offload' with compilation",
-                why="what is kept is moved while a block runs eagerly",
-                fix='use mode="full", or mode="budget"',
             )
 
     @classmethod

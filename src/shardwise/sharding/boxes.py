@@ -65,10 +65,7 @@ def subtract(box: Box, hole: Box) -> tuple[Box, ...]:
 
 
 def find_overlap(boxes: Sequence[Box]) -> Box | None:
-    """One of `boxes` that shares elements with another one, or None where all are disjoint. All have elements.
-
-    Boxes of a grid, such as shards of a tensor, take time in proportion to their number.
-    """
+    """One of `boxes`, none of them empty, that shares elements with another one. Linear in time for boxes of a grid."""
     if len(boxes) < 2:
         return None
     for dim in range(len(boxes[0])):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -39,21 +38,28 @@ class Portion:
 
 @dataclass
 class _Holders:
-    """The boxes of one layout, each with all ranks that hold it."""
+    """The boxes of one layout: by the rank that holds them alone, or each with all ranks that hold it."""
 
-    alone: list[tuple[Box, int]] = field(default_factory=list)
+    alone: dict[int, list[Box]] = field(default_factory=dict)
     shared: list[tuple[Box, tuple[int, ...]]] = field(default_factory=list)
-    of_rank: dict[int, list[Box]] = field(default_factory=dict)
-    loads: Counter[int] = field(default_factory=Counter)
 
     def add(self, box: Box, ranks: tuple[int, ...]) -> None:
         if len(ranks) > 1:
             self.shared.append((box, ranks))
-            return
-        (rank,) = ranks
-        self.alone.append((box, rank))
-        self.of_rank.setdefault(rank, []).append(box)
-        self.loads[rank] += volume(box)
+        else:
+            self.alone.setdefault(ranks[0], []).append(box)
+
+    def restricted(self, only: Collection[int], name: str) -> _Holders:
+        """The boxes of the tensor `name` with the ranks of `only` alone."""
+        found = _Holders()
+        alone = ((box, (rank,)) for rank, boxes in self.alone.items() for box in boxes)
+        for box, ranks in (*alone, *self.shared):
+            left = tuple(rank for rank in ranks if rank in only)
+            if not left:
+                where = ", ".join(f"{start}:{stop}" for start, stop in box)
+                raise LayoutError(f"no rank of {sorted(only)} holds the elements [{where}] of {name}")
+            found.add(box, left)
+        return found
 
 
 class Division(Mapping[str, tuple[Portion, ...]]):
@@ -66,7 +72,8 @@ class Division(Mapping[str, tuple[Portion, ...]]):
         self._tables, self._shared = tables, shared
 
     def __getitem__(self, name: str) -> tuple[Portion, ...]:
-        alone = (Portion(part, rank) for box, rank in self._tables[name].alone for part in _cut(box, MOST_ELEMENTS))
+        ranks = self._tables[name].alone
+        alone = (Portion(box, rank) for rank in ranks for box in self._alone(name, rank))
         return (*alone, *self._shared.get(name, ()))
 
     def __iter__(self) -> Iterator[str]:
@@ -75,16 +82,17 @@ class Division(Mapping[str, tuple[Portion, ...]]):
     def __len__(self) -> int:
         return len(self._tables)
 
+    def _alone(self, name: str, rank: int) -> list[Box]:
+        return [part for box in self._tables[name].alone.get(rank, ()) for part in _cut(box, MOST_ELEMENTS)]
+
     def boxes_of(self, name: str, rank: int) -> list[Box]:
         """The boxes of a tensor that `rank` writes."""
-        alone = [part for box in self._tables[name].of_rank.get(rank, ()) for part in _cut(box, MOST_ELEMENTS)]
-        return [*alone, *(portion.box for portion in self._shared.get(name, ()) if portion.rank == rank)]
+        return self._alone(name, rank) + [each.box for each in self._shared.get(name, ()) if each.rank == rank]
 
     def first_writer(self, name: str) -> int | None:
         """The rank that writes a tensor's first portion; None for a tensor without elements."""
-        if alone := self._tables[name].alone:
-            return alone[0][1]
-        return next((portion.rank for portion in self._shared.get(name, ())), None)
+        ranks = (*self._tables[name].alone, *(portion.rank for portion in self._shared.get(name, ())))
+        return ranks[0] if ranks else None
 
 
 def divide_boxes(
@@ -101,80 +109,54 @@ def divide_boxes(
     Raises:
         LayoutError: no rank of `holders` holds some elements.
     """
-    tables: dict[Layout, _Holders] = {}
-    found: dict[str, _Holders] = {}
-    places = _Places(shape)
-    for name, layout in layouts.items():
-        if layout not in tables:
-            tables[layout] = _find_holders(layout, places)
-        only = holders.get(name) if holders is not None else None
-        found[name] = tables[layout] if only is None else _restrict(tables[layout], set(only), name)
+    places = [shape.coords(rank) for rank in range(shape.world_size)]
+    of_layout = {layout: _find_holders(layout, places) for layout in dict.fromkeys(layouts.values())}
+    tables = {name: of_layout[layout] for name, layout in layouts.items()}
+    tables |= {name: tables[name].restricted(set(only), name) for name, only in (holders or {}).items()}
     loads = [0] * shape.world_size
-    for table in found.values():
-        for rank, size in table.loads.items():
-            loads[rank] += size
-    shared = [(volume(box), name, box, ranks) for name, table in found.items() for box, ranks in table.shared]
+    for table in tables.values():
+        for rank, boxes in table.alone.items():
+            loads[rank] += sum(map(volume, boxes))
+    shared = [(volume(box), name, box, ranks) for name, table in tables.items() for box, ranks in table.shared]
     total = sum(loads) + sum(size for size, *_ in shared)
     most = max(LEAST_ELEMENTS, min(MOST_ELEMENTS, total // (SHARES_PER_RANK * shape.world_size)))
     queues: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     portions: dict[str, list[Portion]] = {}
     for _, name, box, ranks in sorted(shared, key=lambda each: -each[0]):
-        if ranks not in queues:
-            queues[ranks] = [(0, rank) for rank in ranks]
-        queue = queues[ranks]
+        queue = queues.setdefault(ranks, [])
+        if not queue:
+            queue.extend((0, rank) for rank in ranks)
         for part in _cut(box, most):
             rank = _pop_least_loaded(queue, loads)
             loads[rank] += volume(part)
             heapq.heappush(queue, (loads[rank], rank))
             portions.setdefault(name, []).append(Portion(part, rank))
-    return Division(found, portions)
+    return Division(tables, portions)
 
 
-class _Places:
-    """The ranks of a mesh by their coords along some of its axes."""
+def _find_holders(layout: Layout, places: Sequence[Mapping[str, int]]) -> _Holders:
+    """The boxes that ranks own, each with all ranks that hold the same: its owner at least.
 
-    def __init__(self, shape: MeshShape) -> None:
-        self._coords = [shape.coords(rank) for rank in range(shape.world_size)]
-        self._known: dict[tuple[str, ...], dict[tuple[int, ...], tuple[int, ...]]] = {}
-
-    def along(self, axes: tuple[str, ...]) -> dict[tuple[int, ...], tuple[int, ...]]:
-        if axes not in self._known:
-            ranks: dict[tuple[int, ...], list[int]] = {}
-            for rank, coords in enumerate(self._coords):
-                ranks.setdefault(tuple(coords[axis] for axis in axes), []).append(rank)
-            self._known[axes] = {place: tuple(each) for place, each in ranks.items()}
-        return self._known[axes]
-
-
-def _find_holders(layout: Layout, places: _Places) -> _Holders:
-    """The boxes that ranks own, each with all ranks that hold the same: its owner at least."""
+    Args:
+        places: coords of every rank of the mesh.
+    """
     replicated = {step.axis: 0 for step in layout.steps if isinstance(step.placement, Replicate)}
-    axes = tuple(step.axis for step in layout.steps if step.axis not in replicated and step.size > 1)
-    held: dict[Box, list[tuple[int, ...]]] = {}
-    owned: dict[Box, tuple[int, ...]] = {}
-    for place, ranks in places.along(axes).items():
-        coords = {**replicated, **dict(zip(axes, place, strict=True))}
-        for piece in layout.pieces(coords):
-            held.setdefault(piece.full, []).append(ranks)
-        for piece in layout.owned(coords):
+    axes = [step.axis for step in layout.steps if step.axis not in replicated and step.size > 1]
+    ranks_at: dict[tuple[int, ...], list[int]] = {}
+    for rank, coords in enumerate(places):
+        ranks_at.setdefault(tuple(coords[axis] for axis in axes), []).append(rank)
+    held: dict[Box, list[int]] = {}
+    owned: dict[Box, list[int]] = {}
+    for place, ranks in ranks_at.items():
+        at = {**replicated, **dict(zip(axes, place, strict=True))}
+        for piece in layout.pieces(at):
+            held.setdefault(piece.full, []).extend(ranks)
+        for piece in layout.owned(at):
             owned.setdefault(piece.full, ranks)
     found = _Holders()
     for box, ranks in owned.items():
         if volume(box):
-            same = held.get(box, [ranks])
-            found.add(box, same[0] if len(same) == 1 else tuple(sorted(itertools.chain(*same))))
-    return found
-
-
-def _restrict(table: _Holders, only: Collection[int], name: str) -> _Holders:
-    """`table` with the ranks of `only` alone."""
-    found = _Holders()
-    for box, ranks in (*((box, (rank,)) for box, rank in table.alone), *table.shared):
-        left = tuple(rank for rank in ranks if rank in only)
-        if not left:
-            where = ", ".join(f"{start}:{stop}" for start, stop in box)
-            raise LayoutError(f"no rank of {sorted(only)} holds the elements [{where}] of {name}")
-        found.add(box, left)
+            found.add(box, tuple(sorted(held.get(box, ranks))))
     return found
 
 

@@ -5,7 +5,7 @@ A dataclass is an object of its fields, or says itself by `to_json` and `from_js
 """
 
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -46,9 +46,7 @@ def from_json(form: Any, data: Any) -> Any:
     """
     try:
         return _decode(form, data)
-    except LayoutError:
-        raise
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
+    except (TypeError, LookupError, AttributeError, ValueError) as error:
         name = getattr(form, "__name__", "Placement")
         raise LayoutError(f"no {name} in JSON", why=f"{type(error).__name__}: {error}") from error
 
@@ -60,11 +58,10 @@ def _decode(form: Any, data: Any) -> Any:
     if hasattr(form, "from_json"):
         return form.from_json(data)
     if is_dataclass(form):
-        made: Any = form
-        hints = _hints_of(made)
-        if data.keys() != {each.name for each in fields(form)}:
-            raise KeyError(f"{form} has the attributes {', '.join(each.name for each in fields(form))}")
-        return made(**{name: _decode(hints[name], each) for name, each in data.items()})
+        hints = _hints_of(form)
+        if data.keys() != hints.keys():
+            raise KeyError(f"{form} has the attributes {', '.join(hints)}")
+        return form(**{name: _decode(hints[name], each) for name, each in data.items()})
     if form == Placement:
         return _decode(_KINDS[data["kind"]], {name: each for name, each in data.items() if name != "kind"})
     if NoneType in arguments:
@@ -83,5 +80,6 @@ def _decode(form: Any, data: Any) -> Any:
 
 
 @functools.cache
-def _hints_of(form: Hashable) -> dict[str, Any]:
-    return get_type_hints(form)
+def _hints_of(form: Any) -> dict[str, Any]:
+    hints = get_type_hints(form)
+    return {each.name: hints[each.name] for each in fields(form)}

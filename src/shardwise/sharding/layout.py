@@ -35,8 +35,11 @@ class Step:
     def __str__(self) -> str:
         return f"{self.axis}{self.size}: {self.placement}"
 
+    def coord(self, coords: Mapping[str, int]) -> int:
+        """The coord on this step's axis."""
+        return coords[self.axis] if self.size > 1 else 0
 
-# One dim of a rank's tensor: where its runs come from, of those it holds or of those it owns, and its full extent.
+
 @dataclass(frozen=True)
 class _Run:
     full: int
@@ -46,6 +49,8 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Dim:
+    """One dim of a rank's tensor: the runs that it holds or owns, and its extent."""
+
     runs: tuple[_Run, ...]
     extent: int
 
@@ -60,23 +65,26 @@ class Layout:
     Coords that `Held` leaves out have no local tensor, and no pieces.
 
     Raises:
-        LayoutError: an axis has two steps, a placement's dim or number of coords does not fit, or a `Split` does not
-            have the size of the dim that reaches it.
+        LayoutError: a `Split` does not have the size of its dim, or not one part for each coord of its axis.
     """
 
     shape: tuple[int, ...]
     steps: tuple[Step, ...] = ()
 
     def __post_init__(self) -> None:
-        if any(size < 0 for size in self.shape):
-            raise LayoutError(f"a tensor cannot have the shape {self.shape}")
-        axes = [step.axis for step in self.steps]
-        if len(set(axes)) < len(axes):
-            raise LayoutError(f"an axis has two steps in the layout {self}", why="one step per axis")
-        # A dim that an uneven split has passed has one extent per coord, and the next step must fit them all.
-        extents: list[set[int]] = [{size} for size in self.shape]
+        extents = [{size} for size in self.shape]
         for step in self.steps:
-            _check_step(step, extents, layout=self)
+            split = step.placement
+            if not isinstance(split, Split):
+                continue
+            if extents[split.dim] != {split.size} or split.parts != step.size:
+                sizes = " or ".join(map(str, sorted(extents[split.dim])))
+                raise LayoutError(
+                    f"{split} of size {split.size} does not fit axis {step.axis!r}",
+                    at=f"layout {self}",
+                    why=f"dim {split.dim} has size {sizes} there, and the axis has {step.size} ranks",
+                )
+            extents[split.dim] = set(split.local_sizes)
 
     def __str__(self) -> str:
         return ", ".join([str(list(self.shape)), *map(str, self.steps)])
@@ -87,8 +95,8 @@ class Layout:
 
     def is_held(self, coords: Mapping[str, int]) -> bool:
         """Whether the rank at `coords` has a local tensor, which may be empty."""
-        places = ((step.placement, _coord(step, coords)) for step in self.steps)
-        return all(coord in placement.coords for placement, coord in places if isinstance(placement, Held))
+        held = (step for step in self.steps if isinstance(step.placement, Held))
+        return all(step.coord(coords) in step.placement.coords for step in held)
 
     def local_shape(self, coords: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of the local tensor at `coords`. Raises `LayoutError` where there is none."""
@@ -103,7 +111,7 @@ class Layout:
     def owned(self, coords: Mapping[str, int]) -> tuple[Piece, ...]:
         """The pieces that belong to the rank at `coords`: over all coords, every canonical element exactly once."""
         for step in self.steps:
-            coord, placement = _coord(step, coords), step.placement
+            coord, placement = step.coord(coords), step.placement
             if isinstance(placement, Replicate) and coord:
                 return ()
             if isinstance(placement, Held) and coord != placement.coords[0]:
@@ -113,67 +121,22 @@ class Layout:
     def _dims(self, coords: Mapping[str, int], *, owned: bool) -> list[_Dim]:
         dims = [_Dim((_Run(0, 0, size),) if size else (), size) for size in self.shape]
         for step in self.steps:
-            coord = _coord(step, coords)
-            placement = step.placement
+            coord, placement = step.coord(coords), step.placement
             if isinstance(placement, Chunk):
                 dim = dims[placement.dim]
                 start, stop = placement.interval(coord, size=dim.extent, parts=step.size)
-                dims[placement.dim] = _select(dim, (((start, stop), (0, stop - start)),), extent=stop - start)
+                dims[placement.dim] = _select(dim, [((start, stop), 0)], extent=stop - start)
             elif isinstance(placement, Split):
                 intervals = placement.owned(coord) if owned else placement.pieces[coord]
-                pairs = tuple((interval, placement.local_of(coord, interval)[0]) for interval in intervals)
-                dims[placement.dim] = _select(dims[placement.dim], pairs, extent=placement.local_sizes[coord])
+                moves = [(interval, placement.local_of(coord, interval)[0][0]) for interval in intervals]
+                dims[placement.dim] = _select(dims[placement.dim], moves, extent=placement.local_sizes[coord])
         return dims
 
 
-def _check_step(step: Step, extents: list[set[int]], *, layout: Layout) -> None:
-    """Check that `step` fits dims of `extents`, and narrow these to what it leaves."""
-    if step.size < 1:
-        raise _misfit(layout, f"axis {step.axis!r} has size {step.size}", why="a size is at least 1")
-    placement = step.placement
-    if isinstance(placement, Replicate):
-        return
-    if isinstance(placement, Held):
-        if placement.coords[-1] >= step.size:
-            raise _misfit(
-                layout, f"{placement} on axis {step.axis!r} of size {step.size}", why="coords are counted from 0"
-            )
-        return
-    if placement.dim >= len(extents):
-        raise _misfit(layout, f"{placement} on a tensor of {len(extents)} dims", why="dims are counted from 0")
-    arriving = extents[placement.dim]
-    if isinstance(placement, Chunk):
-        extents[placement.dim] = set().union(*(placement.extents(size=size, parts=step.size) for size in arriving))
-        return
-    if placement.parts != step.size:
-        raise _misfit(layout, f"{placement} on axis {step.axis!r} of size {step.size}", why="one part per coord")
-    if arriving != {placement.size}:
-        sizes = " or ".join(map(str, sorted(arriving)))
-        raise _misfit(
-            layout,
-            f"{placement} describes a dim of size {placement.size}, but {sizes} reaches axis {step.axis!r}",
-            why="the pieces of a split name every element of the dim it splits",
-        )
-    extents[placement.dim] = set(placement.local_sizes)
-
-
-def _misfit(layout: Layout, what: str, *, why: str) -> LayoutError:
-    return LayoutError(what, at=f"layout {layout}", why=why)
-
-
-def _coord(step: Step, coords: Mapping[str, int]) -> int:
-    if step.axis not in coords and step.size > 1:
-        raise LayoutError(f"no coord for axis {step.axis!r} of size {step.size}", why=f"coords are {dict(coords)}")
-    coord = coords.get(step.axis, 0)
-    if not 0 <= coord < step.size:
-        raise LayoutError(f"coord {step.axis}={coord} is outside its axis", why=f"it has {step.size} coords")
-    return coord
-
-
-def _select(dim: _Dim, pairs: tuple[tuple[Interval, Interval], ...], *, extent: int) -> _Dim:
-    """What is left of `dim` when the positions of each pair's first interval move to its second."""
+def _select(dim: _Dim, moves: list[tuple[Interval, int]], *, extent: int) -> _Dim:
+    """What is left of `dim` when the positions of each interval move to where its number says."""
     runs: list[_Run] = []
-    for (start, stop), (target, _) in pairs:
+    for (start, stop), target in moves:
         for run in dim.runs:
             first, last = max(start, run.local), min(stop, run.local + run.length)
             if first >= last:
@@ -188,11 +151,10 @@ def _select(dim: _Dim, pairs: tuple[tuple[Interval, Interval], ...], *, extent: 
 
 
 def _pieces(dims: list[_Dim]) -> tuple[Piece, ...]:
-    pieces = (
+    return tuple(
         Piece(
             tuple((run.full, run.full + run.length) for run in runs),
             tuple((run.local, run.local + run.length) for run in runs),
         )
         for runs in itertools.product(*(dim.runs for dim in dims))
     )
-    return tuple(pieces)

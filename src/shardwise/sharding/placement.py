@@ -4,8 +4,6 @@
 nothing to the others, as stages of a pipeline hold parameters. `Split` says explicitly which intervals of one dim
 a coord holds, in local order, and so covers what torch has no placement for: uneven blocks of heads, fused
 weights whose sections are split one by one, and key/value heads that several coords hold.
-
-All placements are frozen values. `str()` gives a short text for tables; `sharding/json_form.py` has the exact one.
 """
 
 import itertools
@@ -13,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import LayoutError
-from shardwise.sharding.boxes import Interval
+from shardwise.sharding.boxes import Interval, subtract
 
 __all__ = [
     "Chunk",
@@ -40,20 +38,9 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Held:
-    """The coords `coords`, ascending, hold the full tensor, and no other coord holds any of it.
-
-    Raises:
-        LayoutError: there are none, or they do not ascend from 0 or more.
-    """
+    """The coords `coords`, ascending, hold the full tensor, and no other coord holds any of it."""
 
     coords: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if not self.coords or self.coords[0] < 0 or list(self.coords) != sorted(set(self.coords)):
-            raise LayoutError(
-                f"a tensor cannot be held by the coords {self.coords}",
-                why="they are given once each, in ascending order",
-            )
 
     def __str__(self) -> str:
         return f"held by {', '.join(map(str, self.coords))}"
@@ -67,19 +54,10 @@ class Chunk:
 
     dim: int
 
-    def __post_init__(self) -> None:
-        _check_dim(self.dim)
-
     def interval(self, coord: int, *, size: int, parts: int) -> Interval:
         """What `coord` of `parts` holds of a dim of `size`; `start == stop` where it holds nothing."""
         run = -(-size // parts)
         return min(coord * run, size), min((coord + 1) * run, size)
-
-    def extents(self, *, size: int, parts: int) -> set[int]:
-        """The sizes of what coords hold: that of a whole run, of the shorter one behind them, of the last."""
-        num_runs = size // max(1, -(-size // parts))
-        ends = (self.interval(coord, size=size, parts=parts) for coord in {0, min(num_runs, parts - 1), parts - 1})
-        return {stop - start for start, stop in ends}
 
     def __str__(self) -> str:
         return f"chunk dim {self.dim}"
@@ -101,26 +79,14 @@ class Split:
     pieces: tuple[tuple[Interval, ...], ...]
 
     def __post_init__(self) -> None:
-        _check_dim(self.dim)
-        if not self.pieces:
-            raise LayoutError(f"a split of dim {self.dim} has no coords", why="pieces holds one entry per coord")
-        for coord, intervals in enumerate(self.pieces):
-            self._check_coord(coord, intervals)
-        self._check_cover()
-
-    def _check_coord(self, coord: int, intervals: tuple[Interval, ...]) -> None:
-        at = f"split of dim {self.dim}, coord {coord} of {self.parts}"
-        for start, stop in intervals:
-            if not 0 <= start < stop:
-                raise LayoutError(f"({start}, {stop}) is not an interval", at=at, why="0 <= start < stop must hold")
-        ordered = sorted(intervals)
-        for before, after in itertools.pairwise(ordered):
-            if after[0] < before[1]:
-                raise LayoutError(f"intervals {before} and {after} overlap", at=at, why="a coord holds an element once")
-
-    def _check_cover(self) -> None:
+        for intervals in self.pieces:
+            reached = 0
+            for start, stop in sorted(intervals):
+                if not reached <= start < stop:
+                    raise LayoutError(f"{intervals} are no disjoint intervals of dim {self.dim}")
+                reached = stop
         reached = 0
-        for start, stop in sorted(interval for intervals in self.pieces for interval in intervals):
+        for start, stop in sorted(itertools.chain(*self.pieces)):
             if start > reached:
                 raise LayoutError(
                     f"no coord holds elements {reached} to {start - 1} of dim {self.dim}",
@@ -136,7 +102,7 @@ class Split:
     @property
     def size(self) -> int:
         """Extent of the canonical dim: the pieces cover it, so it ends where the last of them does."""
-        return max((stop for intervals in self.pieces for _, stop in intervals), default=0)
+        return max((stop for _, stop in itertools.chain(*self.pieces)), default=0)
 
     @property
     def local_sizes(self) -> tuple[int, ...]:
@@ -145,11 +111,10 @@ class Split:
 
     def owned(self, coord: int) -> tuple[Interval, ...]:
         """The intervals that `coord` is the first to hold, in local order; over all coords they partition the dim."""
-        left = list(self.pieces[coord])
-        for lower in self.pieces[:coord]:
-            for hole in lower:
-                left = [rest for interval in left for rest in _without(interval, hole)]
-        return tuple(left)
+        left = [(interval,) for interval in self.pieces[coord]]
+        for hole in itertools.chain(*self.pieces[:coord]):
+            left = [(rest,) for box in left for (rest,) in subtract(box, (hole,))]
+        return tuple(interval for (interval,) in left)
 
     def local_of(self, coord: int, interval: Interval) -> tuple[Interval, ...]:
         """Where the elements of `interval` that `coord` holds are in its local dim, in local order."""
@@ -164,7 +129,7 @@ class Split:
 
     def shared(self) -> tuple[tuple[Interval, tuple[int, ...]], ...]:
         """The intervals that more than one coord holds, ascending, each with its holders."""
-        edges = sorted({edge for intervals in self.pieces for interval in intervals for edge in interval})
+        edges = sorted({edge for interval in itertools.chain(*self.pieces) for edge in interval})
         found: list[tuple[Interval, tuple[int, ...]]] = []
         for start, stop in itertools.pairwise(edges):
             holders = tuple(coord for coord in range(self.parts) if self.local_of(coord, (start, stop)))
@@ -218,16 +183,13 @@ def split_heads(dim: int, num_heads: int, *, head_dim: int, parts: int) -> Split
             why=f"{num_heads} heads do not reach {parts} coords, and {parts} is not a multiple of {num_heads}",
             fix="use a multiple of the number of heads, or at most as many coords as heads",
         )
-    copies = parts // num_heads
-    heads = (coord // copies for coord in range(parts))
+    heads = (coord * num_heads // parts for coord in range(parts))
     return Split(dim, tuple(_pieces((head * head_dim, (head + 1) * head_dim)) for head in heads))
 
 
 def split_sections(dim: int, sections: Sequence[Split]) -> Split:
     """A fused dim that is the concatenation of `sections`, each split on its own (query, key, value; gate, up), all
-    along this dim and among the same coords.
-
-    Every coord holds its share of each section, section by section.
+    along this dim and among the same coords. Every coord holds its share of each section, section by section.
     """
     pieces: list[list[Interval]] = [[] for _ in range(sections[0].parts)]
     offset = 0
@@ -244,16 +206,9 @@ def equal_sections(dim: int, size: int, *, num_sections: int, parts: int) -> Spl
     Raises:
         LayoutError: `size` is not a multiple of `num_sections`.
     """
-    if num_sections < 1 or size % num_sections:
+    if size % num_sections:
         raise LayoutError(f"a dim of size {size} does not divide into {num_sections} equal sections")
     return split_sections(dim, [split_even(dim, size // num_sections, parts=parts)] * num_sections)
-
-
-def _check_dim(dim: int) -> None:
-    if dim < 0:
-        raise LayoutError(
-            f"a placement has dim {dim}", why="dims are counted from 0", fix="add the tensor's rank to it"
-        )
 
 
 def _pieces(interval: Interval) -> tuple[Interval, ...]:
@@ -269,9 +224,3 @@ def join_intervals(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
         else:
             merged.append((start, stop))
     return tuple(merged)
-
-
-def _without(interval: Interval, hole: Interval) -> tuple[Interval, ...]:
-    if hole[1] <= interval[0] or interval[1] <= hole[0]:
-        return (interval,)
-    return (*_pieces((interval[0], hole[0])), *_pieces((hole[1], interval[1])))

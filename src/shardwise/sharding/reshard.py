@@ -44,8 +44,6 @@ def copies(saved: Sequence[Source], wanted: Sequence[Piece]) -> tuple[Copy, ...]
     for piece in wanted:
         left = [piece.full] if volume(piece.full) else []
         for source in saved:
-            if not left:
-                break
             rest: list[Box] = []
             for box in left:
                 hit = intersect(box, source.full)
@@ -57,14 +55,9 @@ def copies(saved: Sequence[Source], wanted: Sequence[Piece]) -> tuple[Copy, ...]
             left = rest
         missing.extend(left)
     if missing:
-        shown = ", ".join(_text(box) for box in missing[:3]) + (", ..." if len(missing) > 3 else "")
         raise LayoutError(
-            f"no source holds the elements {shown}",
+            f"no source holds the elements {', '.join(map(str, missing[:3]))}",
             why=f"{sum(map(volume, missing))} of {sum(volume(piece.full) for piece in wanted)} wanted elements are in"
             f" none of the {len(saved)} sources",
         )
     return tuple(found)
-
-
-def _text(box: Box) -> str:
-    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
