@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +17,6 @@ from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.options import ParallelSpec
 from shardwise.probe.tried_model import trial_of
-from shardwise.proof.parity import Measurement
 from shardwise.proof.report import Report
 from shardwise.ranks.spawn import spawn
 from shardwise.runtime.modes import has_dropout
@@ -31,7 +29,7 @@ from sweep.checkpoints import reload_elsewhere
 from sweep.every_cut import prove_every_cut
 from sweep.known import architectures, default_config, model_class
 
-__all__ = ["GROUPS", "Case", "Variant", "cases_of", "measured_again", "one_line", "prove"]
+__all__ = ["GROUPS", "Case", "Variant", "cases_of", "one_line", "prove"]
 
 GROUPS = {
     "text": ("causal_lm", "masked_lm", "seq2seq_lm"),
@@ -159,7 +157,6 @@ def _proved(case: Case, config: Any, timeout_seconds: float, *, drops: bool) -> 
         "collectives_per_layer": found.collectives_per_layer and [round(n, 2) for n in found.collectives_per_layer],
         "whole": found.replicated,
         "split_seconds": round(found.split_seconds, 3),
-        "again": measured_again(report.measurements),
     }
 
 
@@ -230,7 +227,7 @@ def _try_adapters(case: Case, given: tuple[Any, bool]) -> tuple[str, str, float]
 def _failures(report: Report) -> str:
     """What differs, by how much and where, of the rank that is off most."""
     found = []
-    for name in ("loss", "logits", "gradient", "parameter", "in_training"):
+    for name in ("loss", "logits", "gradient", "parameter", "in_training", "narrow"):
         each_rank = [getattr(each, name) for each in report.measurements]
         worst = None if each_rank[0] is None else max(each_rank, key=lambda each: each.error / each.allowed)
         if worst is not None and not worst.passed:
@@ -239,12 +236,6 @@ def _failures(report: Report) -> str:
         names = sorted({fqn for each in report.measurements for fqn in getattr(each, name)})
         found += [f"{word}: {', '.join(names[:3])}"] * bool(names)
     return "; ".join(found)
-
-
-def measured_again(measurements: Iterable[Measurement]) -> dict[str, str]:
-    """How differences that rounding had put over what is allowed were measured again, by what differed."""
-    found = (difference for each in measurements for difference in each.differences.items())
-    return {name: each.again for name, each in found if each.again}
 
 
 def one_line(error: Exception) -> str:

@@ -23,13 +23,14 @@ from shardwise.errors import PlanError, ShardwiseError, UnsupportedError
 from shardwise.estimate.cuts import fewest_microbatches
 from shardwise.mesh import Mesh
 from shardwise.plan.options import ParallelSpec
+from shardwise.probe import tried_model
 from shardwise.proof.parity import Measurement
 from shardwise.proof.report import Report
 from shardwise.ranks.spawn import spawn
 from shardwise.search import deriving, planning
 from shardwise.tiny.models import build_tiny_model
 from shardwise.topology.shape import MeshShape
-from sweep.cases import GROUPS, measured_again, one_line
+from sweep.cases import GROUPS, one_line
 from sweep.configs import random_config
 from sweep.known import architectures, model_class
 
@@ -83,9 +84,8 @@ def draw_cases(
 def prove_random(case: FuzzCase, *, timeout_seconds: float) -> dict[str, Any]:
     """The row of a case: its fields, the result and its cause.
 
-    Results are "ok" and "wrong"; "undecided" where the unsplit model's own rounding in float32 is as large as what is
-    over the bounds, and both are equal in float64; "refused" where an error of Shardwise's says what cannot be;
-    "no tiny model" where the architecture has none that trains; "error" for anything else.
+    Results are "ok" and "wrong"; "refused" where an error of Shardwise's says what cannot be; "no tiny model" where the
+    architecture has none that trains; "error" for anything else.
     """
     row, config = _drawn(case)
     return row if config is None else _proved(row, case, config, timeout_seconds)
@@ -139,10 +139,9 @@ def _judged(case: FuzzCase, found: Sequence[Measurement | ShardwiseError]) -> di
     measured = tuple(each for each in found if isinstance(each, Measurement))
     report = Report(subject=case.class_name, layout=case.layout, measurements=measured, seconds=0.0)
     return {
-        "result": "ok" if report.passed else "undecided" if report.is_undecided else "wrong",
+        "result": "ok" if report.passed else "wrong",
         "cause": "" if report.passed else str(report),
         "block_share": round(measured[0].block_share, 4),
-        "again": measured_again(measured),
     }
 
 
@@ -151,7 +150,7 @@ def _prove_each_on_this_rank(
 ) -> list[Measurement | PlanError | UnsupportedError]:
     """One after the other, each as if it were the only one: with the same seeds, and nothing patched before."""
     found: list[Measurement | PlanError | UnsupportedError] = []
-    patched = [(deriving, "_SMALL_ENOUGH"), (deriving, "has_dropout"), (planning, "search_plan")]
+    patched = [(tried_model, "_SMALL_ENOUGH"), (deriving, "has_dropout"), (planning, "search_plan")]
     before = [(where, name, getattr(where, name)) for where, name in [*patched, (verifying, "_splitter")]]
     for case, config in cases:
         random.seed(0)
@@ -177,7 +176,7 @@ def _prove_on_this_rank(case: FuzzCase, config: PreTrainedConfig) -> Measurement
         num_steps=3,
     )
     if case.way != "auto":
-        deriving._SMALL_ENOUGH = 0
+        tried_model._SMALL_ENOUGH = 0
         _derive_once()
     if case.way == "loaded":
         verifying._splitter = lambda spec, dtype=None: functools.partial(_saved_and_loaded, spec=spec)

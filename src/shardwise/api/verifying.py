@@ -29,10 +29,10 @@ from shardwise.parallel.facts import read_facts
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.structure import outermost_layers
 from shardwise.probe.label_use import find_label_use
+from shardwise.proof.difference import Tolerance
 from shardwise.proof.draws import ReplayRandom
-from shardwise.proof.parity import Measurement, measure, measure_in_training, measure_narrow
+from shardwise.proof.parity import Measurement, in_dtype, measure, measure_in_training, measure_narrow, runs_in_float64
 from shardwise.proof.report import Report
-from shardwise.proof.rounding import Tolerance
 from shardwise.ranks.spawn import spawn
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.modes import has_dropout
@@ -61,10 +61,10 @@ def verify(
 
     Builds a tiny model (the same architecture, few and narrow layers), trains it unsplit and split over as many gloo
     ranks as the layout has, and compares loss, logits, every gradient, the parameters after three AdamW steps, and
-    after twenty the copies that ranks hold of the same parameters, all in float32. One more step runs on padded rows
-    with dropout, for which the unsplit model is given what the ranks dropped. Where the run computes in a narrower
-    dtype, another one in it must come as near to float32 as the unsplit model in that dtype does. Starts its own ranks;
-    call it from one process.
+    after twenty the copies that ranks hold of the same parameters, all in float64 (in float32 where the model does not
+    run in float64). One more step runs on padded rows with dropout, for which the unsplit model is given what the ranks
+    dropped. Another step in the dtype of the run must come as near to the exact gradients as the unsplit model in that
+    dtype does. Starts its own ranks; call it from one process.
 
     Args:
         source: a model, a directory, a hub id or a config; only its architecture matters.
@@ -196,17 +196,13 @@ class Proof:
 
     @property
     def exact_spec(self) -> ParallelSpec:
-        """The spec with every dtype float32."""
-        precision = self.spec.precision
-        exact = precision and replace(precision, params="float32", compute="float32", reduce="float32")
-        return replace(self.spec, precision=exact)
+        """The spec without a precision: the model keeps its dtype."""
+        return replace(self.spec, precision=None)
 
     @property
-    def narrow_dtype(self) -> str | None:
-        """What the run computes in where that is narrower than float32."""
-        precision = self.spec.precision
-        dtype = precision.compute if precision is not None else self.dtype
-        return dtype if dtype in ("bfloat16", "float16") else None
+    def run_dtype(self) -> str:
+        """What the run computes in."""
+        return self.spec.precision.compute if self.spec.precision is not None else self.dtype or "float32"
 
 
 def _prove_on_this_rank(proof: Proof) -> Measurement:
@@ -225,11 +221,12 @@ def _prove_on_this_rank(proof: Proof) -> Measurement:
         padded = proof.make_batch(full, batch_size=2 * num_parts, padding="right")
         if not is_labelled:  # it takes labels, and computes nothing of them
             batch.pop("labels", None), padded.pop("labels", None)
+        exact = copy.deepcopy(full).double() if runs_in_float64(full, batch) else full
         step = functools.partial(_train, num_microbatches=proof.num_microbatches)
         loss_of = functools.partial(_loss_of_parts, num_parts=num_parts)
         found = measure(
-            full,
-            batch,
+            exact,
+            in_dtype(batch, exact.dtype),
             mesh,
             split=_splitter(proof.exact_spec),
             step=step,
@@ -238,8 +235,8 @@ def _prove_on_this_rank(proof: Proof) -> Measurement:
             num_steps=proof.num_steps,
         )
         in_training = measure_in_training(
-            full,
-            split_rows(padded, 2 * num_parts, 2)[1],
+            exact,
+            in_dtype(split_rows(padded, 2 * num_parts, 2)[1], exact.dtype),
             mesh,
             split=_splitter(replace(proof.exact_spec, compilation=None)),  # of compiled code nobody sees what it draws
             step=step,
@@ -248,10 +245,10 @@ def _prove_on_this_rank(proof: Proof) -> Measurement:
             tolerance=proof.tolerance,
         )
         found = replace(found, in_training=in_training)
-        if proof.narrow_dtype is None:
+        dtype, split = getattr(torch, proof.run_dtype), _splitter(proof.spec, as_dtype(proof.dtype))
+        if exact.dtype is dtype:
             return found
-        dtype, split = getattr(torch, proof.narrow_dtype), _splitter(proof.spec, as_dtype(proof.dtype))
-        narrow = measure_narrow(full, batch, mesh, dtype=dtype, split=split, step=step, loss_of=loss_of)
+        narrow = measure_narrow(full, exact, batch, mesh, dtype=dtype, split=split, step=step, loss_of=loss_of)
         return replace(found, narrow=narrow)
 
 

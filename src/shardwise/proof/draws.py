@@ -7,7 +7,7 @@ that is given them must come to the same loss and gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from shardwise.stages.model import Stages
 from shardwise.stages.run import StageRun
 from shardwise.tiny.random import draws_shared
 
-__all__ = ["RecordRandom", "ReplayRandom", "in_microbatch_order", "mismatches"]
+__all__ = ["RecordRandom", "ReplayRandom", "in_microbatch_order"]
 
 _FEW = 16
 """Parts with fewer elements may well be equal by chance."""
@@ -75,18 +75,18 @@ class ReplayRandom(TorchDispatchMode):
     Args:
         ranks: what `RecordRandom` recorded on each.
         states: each rank's random state after it has drawn; none where it does not matter.
-        chosen: the rank whose draws are taken where they differ.
 
     Attributes:
         problems: draws that cannot be put together, in words.
-        unequal: those that differ where ranks compute alike, in words; see `mismatches`.
+        unequal: draws that differ where ranks compute alike, in words; the first rank's are used. They explain results
+            that differ, and are harmless otherwise: DeBERTa drops from positions that no attention reads.
     """
 
-    def __init__(self, ranks: Sequence[Sequence[Tensor]], states: Sequence[Tensor], *, chosen: int = 0) -> None:
+    def __init__(self, ranks: Sequence[Sequence[Tensor]], states: Sequence[Tensor]) -> None:
         super().__init__()
         self.problems: list[str] = []
         self.unequal: list[str] = []
-        self._ranks, self._chosen = ranks, chosen
+        self._ranks = ranks
         self._place = 0
         if len({len(drawn) for drawn in ranks}) > 1:
             self.problems.append(f"ranks draw {' and '.join(str(len(drawn)) for drawn in ranks)} times")
@@ -103,48 +103,21 @@ class ReplayRandom(TorchDispatchMode):
         if isinstance(found, Tensor):
             out.copy_(found)
         elif found == _UNEQUAL:
-            out.copy_(parts[self._chosen])
+            out.copy_(parts[0])
             self.unequal.append(f"draw {place + 1} of {list(out.shape)}: {found}")
         else:
             self.problems.append(f"draw {place + 1} of {list(out.shape)}: {found}")
         return out
 
-    def choosing(self, rank: int) -> ReplayRandom:
-        """The same, which takes that rank's draws where they differ."""
-        return ReplayRandom(self._ranks, (), chosen=rank)
+    @property
+    def faults(self) -> list[str]:
+        """What is wrong with the draws where the results differ."""
+        return self.problems or self.unequal
 
     @property
     def num_draws(self) -> int:
         """How often the full model has drawn."""
         return self._place
-
-    @property
-    def num_ranks(self) -> int:
-        """How many ranks drew."""
-        return len(self._ranks)
-
-
-def mismatches(
-    given: Sequence[ReplayRandom],
-    found: Mapping[str, Tensor],
-    train: Callable[[Sequence[ReplayRandom]], Mapping[str, Tensor]],
-) -> list[str]:
-    """What is wrong with what ranks drew. Draws that differ where ranks compute alike count if the loss or a gradient
-    depends on them: DeBERTa drops from embeddings of positions also where no attention reads them.
-
-    Args:
-        given: with which the full model has been trained.
-        train: gives those it has with other draws.
-    """
-    problems = [problem for each in given for problem in each.problems]
-    unequal = [problem for each in given for problem in each.unequal]
-    if problems or not unequal:
-        return problems
-    for rank in range(1, max(each.num_ranks for each in given)):
-        other = train([each.choosing(min(rank, each.num_ranks - 1)) for each in given])
-        if any(not torch.equal(value, other[name]) for name, value in found.items()):
-            return unequal
-    return []
 
 
 def _joined(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor | str:

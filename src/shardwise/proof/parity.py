@@ -7,7 +7,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,13 +23,20 @@ from shardwise.parameters.replicas import find_unequal_replicas
 from shardwise.plan.match import star_numbers
 from shardwise.plan.structure import is_within, outermost_layers
 from shardwise.proof.counting import counted_layers
-from shardwise.proof.draws import RecordRandom, ReplayRandom, in_microbatch_order, mismatches
-from shardwise.proof.rounding import Difference, Tolerance, all_passed, in_float64, without_rounding
+from shardwise.proof.difference import Difference, Tolerance
+from shardwise.proof.draws import RecordRandom, ReplayRandom, in_microbatch_order
 from shardwise.tiny.objective import clone_batch, loss_or_surrogate
 from shardwise.tiny.random import fork_all_rng, training_copy
 from shardwise.topology.axes import DATA_AXES
 
-__all__ = ["Measurement", "measure", "measure_in_training", "measure_narrow"]
+__all__ = [
+    "Measurement",
+    "in_dtype",
+    "measure",
+    "measure_in_training",
+    "measure_narrow",
+    "runs_in_float64",
+]
 
 OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "eps": 1e-6}
 """Of the compared AdamW steps. With its default `eps` Adam blows gradients that are zero but for rounding (a key bias:
@@ -40,7 +47,7 @@ _COMPARED_STEPS = 3
 _OUTPUTS = ("last_hidden_state", "pooler_output")
 
 _TIMES, _FLOOR = 2.0, 2e-3
-"""In a narrow dtype the split's error may be twice the unsplit model's, plus a floor of what is compared."""
+"""In the dtype of the run the split's error may be twice the unsplit model's, plus a floor of what is compared."""
 
 Split = Callable[[nn.Module, Mesh], nn.Module]
 Step = Callable[[nn.Module, Mesh, Mapping[str, Any]], Tensor]
@@ -61,10 +68,8 @@ class Measurement:
         num_steps: optimizer steps after which the replicas were compared.
         split_seconds: how long splitting took on this rank, finding the plan included.
         in_training: loss and every gradient of a second run, with padding and dropout; None where there was none.
-        narrow: distance of all gradients of another run, in a narrower dtype, from those in float32, relative to
-            their norm; None where there was no such run.
-        own_rounding: where the proof failed, how far the unsplit model in float32 is from itself in float64; empty
-            where it does not run so, or the split one is not equal to it in float64 either.
+        narrow: error of all gradients of a step in the dtype of the run, relative to their norm; None where
+            that dtype is the one of the proof.
     """
 
     loss: Difference
@@ -81,27 +86,12 @@ class Measurement:
     split_seconds: float
     in_training: Difference | None = None
     narrow: Difference | None = None
-    own_rounding: Mapping[str, Difference] = field(default_factory=dict)
-
-    @property
-    def differences(self) -> dict[str, Difference]:
-        """All that were measured, by attribute."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, Difference)}
 
     @property
     def passed(self) -> bool:
         """Whether the split model computes what the unsplit one does."""
-        return all_passed(self.differences) and not self.unequal_replicas and not self.missing
-
-    @property
-    def is_undecided(self) -> bool:
-        """Whether all that failed is nearer to the unsplit model than that is to itself in float64, in which both are
-        equal: float32 says no more of this model.
-        """
-        failed = {name: each for name, each in self.differences.items() if not each.passed and name != "parameter"}
-        own = self.own_rounding
-        is_own = bool(failed) and all(name in own and each.error <= own[name].error for name, each in failed.items())
-        return is_own and not self.unequal_replicas and not self.missing
+        differences = [value for value in vars(self).values() if isinstance(value, Difference)]
+        return all(each.passed for each in differences) and not self.unequal_replicas and not self.missing
 
 
 def measure(
@@ -136,7 +126,7 @@ def measure(
     gradients, expected = _gradients(model), _own_gradients(reference)
     steps = functools.partial(step, model, mesh), lambda batch: loss_of(reference, batch).backward()
     parameter = _parameters_apart(model, reference, batch, steps, num_steps, tolerance.parameter)
-    found = Measurement(
+    return Measurement(
         loss=Difference(error=abs(float(loss) - float(expected_loss.detach())), allowed=tolerance.loss),
         logits=_worst(outputs, expected_outputs, 0.0, tolerance.logits),
         gradient=_worst(gradients, expected, tolerance.gradient, tolerance.gradient_floor),
@@ -150,45 +140,6 @@ def measure(
         num_steps=num_steps,
         split_seconds=split_seconds,
     )
-    again = functools.partial(
-        measure, mesh=mesh, split=split, step=step, reference_loss=reference_loss, num_steps=_COMPARED_STEPS
-    )
-    differences: dict[str, Any] = without_rounding(
-        found.differences, lambda *args, **options: again(*args, **options).differences, unsplit, batch, mesh, tolerance
-    )
-    found = replace(found, **differences)
-    known = {"loss": {"": expected_loss}, "logits": expected_outputs, "gradient": expected}
-    own = {} if found.passed else _own_rounding(unsplit, batch, loss_of, known, again, tolerance)
-    return replace(found, own_rounding=own)
-
-
-def _own_rounding(
-    unsplit: nn.Module,
-    batch: Mapping[str, Any],
-    loss_of: Callable[[nn.Module, Mapping[str, Any]], Tensor],
-    expected: Mapping[str, Mapping[str, Tensor]],
-    measure_again: Callable[..., Measurement],
-    tolerance: Tolerance,
-) -> dict[str, Difference]:
-    """How far the unsplit model is in float32, where it computes what is `expected`, from itself in float64; see
-    `Measurement`. Every rank fails alike.
-    """
-    if next(unsplit.parameters()).dtype is torch.float64:
-        return {}
-    exact, batch = copy.deepcopy(unsplit).double(), in_float64(batch)
-    try:
-        is_equal = measure_again(exact, batch=batch, tolerance=tolerance).passed
-        outputs, loss = _outputs(exact, batch), loss_of(exact, clone_batch(batch))
-        loss.backward()
-    except Exception:  # noqa: BLE001 - code that computes some of it in float32 in any case fails in any way
-        return {}
-    found = {"loss": {"": loss}, "logits": outputs, "gradient": _own_gradients(exact)}
-    allowed = {
-        "loss": (0.0, tolerance.loss),
-        "logits": (0.0, tolerance.logits),
-        "gradient": (tolerance.gradient, tolerance.gradient_floor),
-    }
-    return {name: _worst(expected[name], found[name], *allowed[name]) for name in found} if is_equal else {}
 
 
 def _parameters_apart(
@@ -239,7 +190,6 @@ def measure_in_training(
 
     Communicates: what was drawn, over pp, tp and the data ranks.
     """
-    again = functools.partial(measure_in_training, mesh=mesh, split=split, step=step, loss_of=loss_of, drops=drops)
     reference = training_copy(full, batch, drops=drops)
     if reference is None:
         return None
@@ -254,27 +204,20 @@ def measure_in_training(
         for ranks in all_gather_objects(on_tp, mesh.group(*DATA_AXES))
     ]
 
-    def train(given: Sequence[ReplayRandom]) -> dict[str, Tensor]:
-        trained = copy.deepcopy(reference)
-        with fork_all_rng():
-            expected_loss = loss_of(trained, clone_batch(batch), given)
-        expected_loss.backward()
-        return {"loss": expected_loss.detach(), **_own_gradients(trained)}
-
-    expected = train(given)
-    if problems := mismatches(given, expected, train):
-        return Difference(error=float("inf"), allowed=tolerance.gradient, name=problems[0])
+    with fork_all_rng():
+        expected_loss = loss_of(reference, clone_batch(batch), given)
+    expected_loss.backward()
+    expected = {"loss": expected_loss.detach(), **_own_gradients(reference)}
     worst = _worst({"loss": loss, **_gradients(model)}, expected, tolerance.gradient, tolerance.gradient_floor)
-    worst = replace(worst, num_draws=sum(redraws.num_draws for redraws in given))
-
-    def measured(model: nn.Module, **options: Any) -> dict[str, Difference]:
-        return {"in_training": again(model, **options) or worst}  # where it cannot be trained so
-
-    return without_rounding({"in_training": worst}, measured, reference, batch, mesh, tolerance)["in_training"]
+    problems = [problem for each in given for problem in (each.problems if worst.passed else each.faults)]
+    if problems:
+        return Difference(error=float("inf"), allowed=tolerance.gradient, name=problems[0])
+    return replace(worst, num_draws=sum(redraws.num_draws for redraws in given))
 
 
 def measure_narrow(
     full: nn.Module,
+    exact: nn.Module,
     batch: Mapping[str, Any],
     mesh: Mesh,
     *,
@@ -283,26 +226,43 @@ def measure_narrow(
     step: Step,
     loss_of: Callable[[nn.Module, Mapping[str, Any]], Tensor],
 ) -> Difference:
-    """How far the gradients of a split model that computes in `dtype` are from those of `full` in float32, all of them
-    together, relative to their norm; allowed is twice what the unsplit model in that dtype is off.
+    """Relative error of all gradients together of a split model that computes in `dtype`; allowed is twice the error of
+    the unsplit model in that dtype.
 
     Args:
+        full: in float32.
+        exact: the same weights in float64, or in float32.
         split: splits a float32 copy so that it computes in `dtype`.
         step, loss_of: as in `measure`.
     """
-    exact, reference = copy.deepcopy(full), copy.deepcopy(full).to(dtype)
+    exact, reference = copy.deepcopy(exact), copy.deepcopy(full).to(dtype)
     model = split(copy.deepcopy(full), mesh)
-    for each in (exact, reference):
-        loss_of(each, clone_batch(batch)).backward()
+    loss_of(exact, in_dtype(batch, next(exact.parameters()).dtype)).backward()
+    loss_of(reference, clone_batch(batch)).backward()
     step(model, mesh, clone_batch(batch))
     found, truth = _gradients(model), _own_gradients(exact)
     allowed = _TIMES * _distance(_own_gradients(reference), truth) + _FLOOR
     return Difference(error=_distance(found, truth), allowed=allowed, name=str(dtype).removeprefix("torch."))
 
 
+def runs_in_float64(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Whether a model trains in float64: grouped products of experts do not."""
+    try:
+        loss_or_surrogate(copy.deepcopy(model).double()(**in_dtype(batch, torch.float64))).backward()
+    except Exception:  # noqa: BLE001 - the model's own code fails in any way
+        return False
+    return True
+
+
+def in_dtype(batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """A copy of the batch whose floating-point tensors are in `dtype`."""
+    cast = {name: x.to(dtype) for name, x in batch.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    return clone_batch(batch) | cast
+
+
 def _distance(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
     """The norm of the difference of all tensors together over the norm of the exact ones; a missing one counts as 0."""
-    off = {name: value - found[name].float() if name in found else value for name, value in exact.items()}
+    off = {name: value - found[name].to(value) if name in found else value for name, value in exact.items()}
     wrong, total = (sum(float(value.square().sum()) for value in each.values()) for each in (off, exact))
     return (wrong / max(total, 1e-30)) ** 0.5
 
@@ -334,13 +294,13 @@ def _replicated_matrices(model: nn.Module) -> tuple[str, ...]:
 
 
 def _outputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What the model puts out besides its loss: logits of any name, on the CPU in float32."""
+    """What the model puts out besides its loss: logits of any name, on the CPU."""
     with torch.no_grad():
         output = model(**clone_batch(batch))
     found = {}
     for name, value in output.items():
         if name in _OUTPUTS or (isinstance(value, Tensor) and "logits" in name):
-            found[name] = (value.full_tensor() if isinstance(value, DTensor) else value).float().cpu()
+            found[name] = (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
     return found
 
 

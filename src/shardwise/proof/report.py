@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from shardwise.errors import VerificationError, counted
 from shardwise.plan.explain import table
+from shardwise.proof.difference import Difference
 from shardwise.proof.parity import Measurement
-from shardwise.proof.rounding import Difference
 
 __all__ = ["Report"]
 
@@ -47,11 +47,6 @@ class Report:
         return all(found.passed for found in self.measurements)
 
     @property
-    def is_undecided(self) -> bool:
-        """Whether it failed by no more than float32 leaves open; see `Measurement.is_undecided`."""
-        return not self.passed and all(found.passed or found.is_undecided for found in self.measurements)
-
-    @property
     def share_split(self) -> float:
         """Bytes of split parameters over bytes of all."""
         return self.measurements[0].share_split
@@ -73,17 +68,12 @@ class Report:
             rows.append(_row(name, found))
             if name == "in_training" and not found[0].num_draws:
                 rows.append(("dropout", "not tried", "", "", self.without_dropout))
-            own = [each.own_rounding.get(name) for each in self.measurements]
-            if own[0] is not None and not all(each.passed for each in found):
-                rows.append(("  unsplit, alone", f"{own[0].error:.1e}", "", "", "in float32, from itself in float64"))
         unequal = sorted({name for found in self.measurements for name in found.unequal_replicas})
         missing = sorted({name for found in self.measurements for name in found.missing})
         differing = f"{len(unequal)} unequal after {counted(self.measurements[0].num_steps, 'step')}"
         rows.append(("replicas", differing, "0", _verdict(not unequal), ", ".join(unequal)))
         rows.append(("gradients", f"{len(missing)} missing", "0", _verdict(not missing), ", ".join(missing)))
         verdict = "equal to the unsplit model" if self.passed else "NOT equal to the unsplit model"
-        if self.is_undecided:
-            verdict += " in float32, which says no more of it: equal in float64"
         if self.not_given:
             verdict += f", without {' and '.join(self.not_given)}, which it was not given"
         return "\n".join(
@@ -100,7 +90,6 @@ class Report:
 def _row(name: str, found: list[Difference]) -> tuple[str, str, str, str, str]:
     worst = max(found, key=lambda each: each.error / each.allowed if each.error == each.error else float("inf"))
     where = "of all gradients, relative to their norm" if name == "narrow" else worst.name
-    where = ", ".join(filter(None, (where, worst.again)))
     label = _LABELS[name].format(worst.name)
     if not worst.num_compared:
         return label, "not compared", "", "", "neither model returns any"
