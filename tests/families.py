@@ -11,6 +11,8 @@ import transformers
 from torch import nn
 
 import shardwise
+from shardwise.plan.spec import Plan
+from shardwise.search.deriving import NO_RULES, build_subject, search_plan
 
 CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
 """What transformers calls the argument and the output of keys and values."""
@@ -151,3 +153,11 @@ def checkpoint_layers(model: nn.Module, *options: Any, enable: bool = True) -> N
     end = "enable" if enable else "disable"
     change = getattr(model, f"activation_checkpointing_{end}", None) or getattr(model, f"gradient_checkpointing_{end}")
     change(*options)
+
+
+def derive_plan(
+    model: nn.Module, declared: Plan, *, tp_size: int, sequence_parallel: bool = False, given: Plan = NO_RULES
+) -> Plan:
+    """The plan that a search finds for `model`, on top of what is declared."""
+    subject = build_subject(model, tp_size=tp_size)
+    return search_plan(subject, declared, sequence_parallel=sequence_parallel, given=given)

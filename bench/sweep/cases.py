@@ -218,7 +218,7 @@ def _try_adapters(case: Case, given: tuple[Any, bool]) -> tuple[str, str, float]
     plan = plan_for(tiny, spec, tp_size=shape.tp_size, facts=facts)
     decided = decide_split(plan, tiny, facts, shape, spec)
     trial = trial_of(tiny, tp_size=shape.tp_size, drops=drops)
-    verdict = trial.run(plan, sequence_parallel=spec.sequence_parallel, in_training=True)
+    verdict = trial.run(plan, sequence_parallel=spec.sequence_parallel)
     own = [each for fqn, each in decided.parameters.items() if ".lora_" in fqn]
     share = sum(isinstance(each.placement, Split) for each in own) / max(1, len(own))
     return ("ok" if verdict.passed else "wrong"), verdict.reason, round(share, 4)

@@ -23,6 +23,7 @@ from shardwise.errors import PlanError, ShardwiseError, UnsupportedError
 from shardwise.estimate.cuts import fewest_microbatches
 from shardwise.mesh import Mesh
 from shardwise.plan.options import ParallelSpec
+from shardwise.plan.spec import Plan
 from shardwise.probe import tried_model
 from shardwise.proof.parity import Measurement
 from shardwise.proof.report import Report
@@ -185,9 +186,9 @@ def _prove_on_this_rank(case: FuzzCase, config: PreTrainedConfig) -> Measurement
 
 def _derive_once() -> None:
     """Has the models with and without dropout split alike, by the plan that the one with dropout gets."""
-    derive, found = planning.search_plan, list[deriving.Derivation]()
+    derive, found = planning.search_plan, list[Plan]()
 
-    def derive_first(*arguments: Any, **options: Any) -> deriving.Derivation:
+    def derive_first(*arguments: Any, **options: Any) -> Plan:
         return found[0] if found else found.append(derive(*arguments, **options)) or found[0]
 
     deriving.has_dropout = lambda model: True

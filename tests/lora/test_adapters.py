@@ -63,7 +63,7 @@ def verdict(model, *, tp_size=2, sequence_parallel=False, in_training=False):
     plan = plan_for(model, spec, tp_size=tp_size)
     padded = make_batch(model, seed=0, padding="right") if in_training else None
     trial = Trial(model, make_batch(model, seed=0), tp_size=tp_size, padded=padded)
-    return trial.run(plan, sequence_parallel=sequence_parallel, in_training=in_training)
+    return trial.run(plan, sequence_parallel=sequence_parallel)
 
 
 def decided(model, *, tp_size=2):

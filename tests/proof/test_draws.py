@@ -25,19 +25,18 @@ from shardwise.proof.draws import RecordRandom, ReplayRandom
 from shardwise.proof.parity import measure_narrow, runs_in_float64
 from shardwise.ranks.spawn import spawn
 from shardwise.runtime.context import SplitContext
-from shardwise.search.deriving import derive_plan
 from shardwise.search.planning import plan_for
 from shardwise.stages.model import Stages
 from shardwise.stages.run import ComputeRun
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
 from shardwise.tiny.random import training_copy
-from tests.families import FULL_PRODUCT, tiny_model
+from tests.families import FULL_PRODUCT, derive_plan, tiny_model
 
 WIDTH, VOCABULARY = 16, 23
 
 
-def trial_of(model, parts=2):
-    padded = split_rows(make_batch(model, seed=0, padding="right"), 2, 2)[1]
+def trial_of(model, parts=2, *, drops=True):
+    padded = split_rows(make_batch(model, seed=0, padding="right"), 2, 2)[1] if drops else None
     return Trial(copy.deepcopy(model), make_batch(model, seed=0), tp_size=parts, padded=padded)
 
 
@@ -66,8 +65,8 @@ def test_a_split_that_drops_right_passes(family, name, sequence_parallel):
     config = shrink_config(default_config(family, task="causal_lm"))
     config.attention_dropout = 0.1
     tiny = build_tiny_model(config, model_class(name), seed=0)
-    plan = derive_plan(tiny, Plan(()), tp_size=2, sequence_parallel=sequence_parallel).plan
-    verdict = trial_of(tiny.eval()).run(plan, sequence_parallel=sequence_parallel, in_training=True)
+    plan = derive_plan(tiny, Plan(()), tp_size=2, sequence_parallel=sequence_parallel)
+    verdict = trial_of(tiny.eval()).run(plan, sequence_parallel=sequence_parallel)
     assert verdict.passed, verdict.reason
 
 
@@ -84,9 +83,10 @@ def test_a_split_that_drops_wrongly_is_refused(starcoder, monkeypatch, fault, se
     plan = plan_for(starcoder, ParallelSpec(), tp_size=2)
     trial = trial_of(starcoder)
     monkeypatch.setattr(SplitContext, fault, lambda *_, **__: None)
-    assert trial.run(plan, sequence_parallel=sequence_parallel).passed, "without dropout nothing is wrong"
-    verdict = trial.run(plan, sequence_parallel=sequence_parallel, in_training=True)
-    assert not verdict.passed and verdict.in_training
+    without = trial_of(starcoder, drops=False)
+    assert without.run(plan, sequence_parallel=sequence_parallel).passed, "without dropout nothing is wrong"
+    verdict = trial.run(plan, sequence_parallel=sequence_parallel)
+    assert not verdict.passed
     assert verdict.reason.startswith("with padding and dropout: ")
     assert said in verdict.reason
 
@@ -129,7 +129,7 @@ def test_what_is_dropped_between_two_split_linears_is_a_part_on_each_rank(parts)
     torch.manual_seed(0)
     model = ForgetfulModel(PreTrainedConfig(vocab_size=VOCABULARY)).eval()
     plan = Plan.of({"layers.*.wide": "colwise", "layers.*.narrow": "rowwise"})
-    verdict = trial_of(model, parts=parts).run(plan, in_training=True)
+    verdict = trial_of(model, parts=parts).run(plan)
     assert verdict.passed, verdict.reason
 
 
@@ -138,20 +138,19 @@ def test_a_plan_that_drops_wrongly_gives_way_to_one_that_does_not():
     torch.manual_seed(0)
     model = ForgetfulModel(PreTrainedConfig(vocab_size=VOCABULARY)).eval()
     trial = trial_of(model)
-    assert not trial.run(Plan.of(REGION), in_training=True).passed
+    assert not trial.run(Plan.of(REGION)).passed
     found = derive_plan(model, Plan.of(REGION), tp_size=2)
-    assert found.problem is None
-    assert trial.run(found.plan, in_training=True).passed
-    assert "layers.*.wide" in str(found.plan), "the layers are still split"
+    assert trial.run(found).passed
+    assert "layers.*.wide" in str(found), "the layers are still split"
 
 
 @pytest.mark.single
 def test_what_a_model_never_drops_need_not_be_right():
     torch.manual_seed(0)
     model = ForgetfulModel(PreTrainedConfig(vocab_size=VOCABULARY), chance=0.0).eval()
-    assert "layers.*: region" in str(derive_plan(model, Plan.of(REGION), tp_size=2).plan)
+    assert "layers.*: region" in str(derive_plan(model, Plan.of(REGION), tp_size=2))
     model.layers[1].drop.p = 0.1
-    assert "layers.*: region" not in str(derive_plan(model, Plan.of(REGION), tp_size=2).plan)
+    assert "layers.*: region" not in str(derive_plan(model, Plan.of(REGION), tp_size=2))
 
 
 @pytest.mark.single

@@ -20,10 +20,9 @@ from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
 from shardwise.probe.trial import Trial
 from shardwise.runtime.forward_state import Entered
-from shardwise.search.deriving import derive_plan
 from shardwise.tiny.models import build_tiny_model, make_batch, set_runnable_mode, shrink_config
 from shardwise.tiny.simulate import SimulatedMesh
-from tests.families import FULL_PRODUCT
+from tests.families import FULL_PRODUCT, derive_plan
 
 pytestmark = pytest.mark.single
 
@@ -37,7 +36,7 @@ def derived(model_type, name, task="causal_lm", *, sequence_parallel=False):
     set_runnable_mode(tiny, batch)
     facts = read_facts(tiny)
     declared = vocabulary_plan(facts) | declared_plan(tiny, facts)
-    return tiny, batch, derive_plan(tiny, declared, tp_size=2, sequence_parallel=sequence_parallel).plan
+    return tiny, batch, derive_plan(tiny, declared, tp_size=2, sequence_parallel=sequence_parallel)
 
 
 def num_collectives(tiny, batch, plan, **options):

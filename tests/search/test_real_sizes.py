@@ -19,10 +19,9 @@ from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
 from shardwise.probe import tried_model
 from shardwise.search import real_sizes
-from shardwise.search.deriving import derive_plan
 from shardwise.sharding.placement import Split
 from shardwise.tiny.models import shrink_config
-from tests.families import FULL_PRODUCT
+from tests.families import FULL_PRODUCT, derive_plan
 
 # Hybrids, with the kind of layer that all of theirs are here. They cannot build a cache for it.
 LINEAR = {
@@ -53,9 +52,7 @@ def test_a_hybrid_without_attention_layers_is_split(model_type, limit, monkeypat
     vars(config)[field] = [kind] * len(getattr(config, field))
     model = build_meta_model(shrink_config(config), model_class(name), dtype=None, options={})
     monkeypatch.setattr(tried_model, "_SMALL_ENOUGH", limit)
-    derived = derive_plan(model, Plan(()), tp_size=2)
-    assert derived.problem is None
-    resolved = resolve(derived.plan, read_facts(model), tp_size=2).parameters
+    resolved = resolve(derive_plan(model, Plan(()), tp_size=2), read_facts(model), tp_size=2).parameters
     inside = [planned for fqn, planned in resolved.items() if ".layers.0." in fqn and len(planned.shape) > 1]
     assert any(isinstance(planned.placement, Split) for planned in inside)
 
@@ -65,7 +62,7 @@ def planned(model_type, name, *, tp_size, **fields):
     config = shrink_config(default_config(model_type))
     vars(config).update(fields)
     model = build_meta_model(config, model_class(name), dtype=None, options={})
-    return resolve(derive_plan(model, Plan(()), tp_size=tp_size).plan, read_facts(model), tp_size=tp_size)
+    return resolve(derive_plan(model, Plan(()), tp_size=tp_size), read_facts(model), tp_size=tp_size)
 
 
 # Sizes of which no rank's share is a whole number of heads, or of groups of them, while the tiny model's are.

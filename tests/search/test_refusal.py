@@ -9,9 +9,9 @@ from shardwise.errors import PlanError, UnsupportedError
 from shardwise.plan.spec import Plan
 from shardwise.probe.trial import Verdict
 from shardwise.search import deriving
-from shardwise.search.deriving import derive_plan
 from shardwise.search.refusal import no_plan_error
 from shardwise.tiny.models import build_tiny_model, shrink_config
+from tests.families import derive_plan
 
 pytestmark = pytest.mark.single
 
@@ -66,5 +66,5 @@ def test_a_model_that_does_not_bear_being_watched_is_refused_for_that(monkeypatc
     monkeypatch.setattr(deriving, "watch", cannot)
     config = shrink_config(default_config("gpt2", task="causal_lm"), without_dropout=True)
     tiny = build_tiny_model(config, model_class("GPT2LMHeadModel"), seed=0)
-    found = derive_plan(tiny, Plan(()), tp_size=2)
-    assert "cannot be watched: RuntimeError: view size" in str(found.problem)
+    with pytest.raises(PlanError, match="cannot be watched: RuntimeError: view size"):
+        derive_plan(tiny, Plan(()), tp_size=2)

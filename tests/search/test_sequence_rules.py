@@ -21,11 +21,10 @@ from shardwise.plan.sequence_plan import find_sequence
 from shardwise.plan.spec import Plan
 from shardwise.probe.trial import Trial
 from shardwise.search.candidate import Candidate
-from shardwise.search.deriving import derive_plan
 from shardwise.search.generalize import generalize
-from shardwise.search.widen_regions import widen_regions
+from shardwise.search.reductions import widen_regions
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
-from tests.families import FULL_PRODUCT
+from tests.families import FULL_PRODUCT, derive_plan
 
 pytestmark = pytest.mark.single
 
@@ -135,7 +134,7 @@ def styles(plan):
 
 @functools.cache
 def odd_plan(parts):
-    return derive_plan(odd_model(), Plan(()), tp_size=parts, sequence_parallel=True).plan
+    return derive_plan(odd_model(), Plan(()), tp_size=parts, sequence_parallel=True)
 
 
 @pytest.mark.parametrize(("parts", "length"), [(2, 12), (2, 7), (4, 7)])
@@ -167,13 +166,13 @@ def test_what_needs_all_positions_without_a_gradient_that_says_so_is_for_the_use
     with pytest.raises(PlanError, match=r"rounds\.\*\.ladder"):
         derive_plan(model, Plan(()), tp_size=2, sequence_parallel=True)
     given = Plan.of({"rounds.*.ladder": "whole_sequence"})
-    plan = derive_plan(model, Plan(()), tp_size=2, sequence_parallel=True, given=given).plan
+    plan = derive_plan(model, Plan(()), tp_size=2, sequence_parallel=True, given=given)
     assert trial_of(model, length=9).run(plan | given, sequence_parallel=True).passed
 
 
 def test_two_stacks_have_lengths_and_ends_of_their_own():
     model = odd_model(stacks=2)
-    found = styles(plan := derive_plan(model, Plan(()), tp_size=2, sequence_parallel=True).plan)
+    found = styles(plan := derive_plan(model, Plan(()), tp_size=2, sequence_parallel=True))
     assert (found["first"], found["rounds"]) == ("sequence", "sequence")
     assert trial_of(model, length=9).run(plan, sequence_parallel=True).passed
 
@@ -200,7 +199,7 @@ def test_architectures_that_the_order_of_registration_misleads(model_type, task,
     tiny = build_tiny_model(
         shrink_config(default_config(model_type, task=task), without_dropout=True), model_class(name), seed=0
     )
-    plan = derive_plan(tiny, Plan(()), tp_size=2, sequence_parallel=True).plan
+    plan = derive_plan(tiny, Plan(()), tp_size=2, sequence_parallel=True)
     verdict = Trial(tiny, make_batch(tiny, seed=0), tp_size=2).run(plan, sequence_parallel=True)
     assert verdict.passed, verdict.reason
 
@@ -244,7 +243,7 @@ def test_a_block_of_experts_becomes_one_region():
         model_class("Qwen2MoeForCausalLM"),
         seed=0,
     )
-    plan = derive_plan(tiny, Plan(()), tp_size=2).plan
+    plan = derive_plan(tiny, Plan(()), tp_size=2)
     blocks = {name: style for name, style in styles(plan).items() if style in ("region", "region_output")}
     assert blocks == {"model.layers.*.self_attn": "region", "model.layers.*.mlp": "region_output"}
     facts = read_facts(tiny)

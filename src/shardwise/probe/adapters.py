@@ -70,4 +70,4 @@ def try_adapters(
 
 def _try(tried: nn.Module, plan: Plan, model: nn.Module, *, tp_size: int, sequence_parallel: bool) -> Verdict:
     trial = trial_of(tried, tp_size=tp_size, drops=has_dropout(model))
-    return trial.run(plan, sequence_parallel=sequence_parallel, in_training=True)
+    return trial.run(plan, sequence_parallel=sequence_parallel)

@@ -46,7 +46,6 @@ class Verdict:
         passed: whether loss and every gradient are the full model's.
         module: FQN of the innermost module that was running where it failed, "" where nothing did.
         lacks_stack: whether there was no list of layers along whose sequence to split.
-        in_training: whether it is padding or dropout that it fails with.
         num_collectives: what one rank's forward and backward communicated, where it passed.
     """
 
@@ -54,7 +53,6 @@ class Verdict:
     reason: str = ""
     module: str = ""
     lacks_stack: bool = False
-    in_training: bool = False
     num_collectives: int = 0
 
 
@@ -81,7 +79,7 @@ class Trial:
     ) -> None:
         self.batch, self.tp_size = batch, tp_size
         self._tiny, self._padded, self._drops = tiny, padded, drops
-        self._found: dict[tuple[Plan, bool, bool], Verdict] = {}
+        self._found: dict[tuple[Plan, bool], Verdict] = {}
         self._tiny_training = None if padded is None else training_copy(tiny, padded, drops=drops)
         self.facts = read_facts(tiny)
         self._truth, again = _train(copy.deepcopy(tiny), batch), float(_loss(copy.deepcopy(tiny), batch).detach())
@@ -98,29 +96,26 @@ class Trial:
         """A copy of the batch: some models write into what they are given."""
         return clone_batch(self.batch)
 
-    def run(self, plan: Plan, *, sequence_parallel: bool = False, in_training: bool = False) -> Verdict:
-        """Trains the tiny model one step, split by `plan`, and compares.
-
-        Args:
-            in_training: then also on the padded row with dropout, if there is one: what ranks drop must be what the
-                full tiny model could drop.
+    def run(self, plan: Plan, *, sequence_parallel: bool = False) -> Verdict:
+        """Trains the tiny model one step, split by `plan`, and compares; also on the padded row with dropout, if there
+        is one: what ranks drop must be what the full tiny model could drop.
         """
-        asked = plan, sequence_parallel, in_training
+        asked = plan, sequence_parallel
         if asked not in self._found:
-            self._found[asked] = self._run(plan, sequence_parallel=sequence_parallel, in_training=in_training)
+            self._found[asked] = self._run(plan, sequence_parallel=sequence_parallel)
         return self._found[asked]
 
-    def _run(self, plan: Plan, *, sequence_parallel: bool, in_training: bool) -> Verdict:
+    def _run(self, plan: Plan, *, sequence_parallel: bool) -> Verdict:
         results = self._split(self._tiny, plan, self.batch, sequence_parallel=sequence_parallel)
         if isinstance(results, Verdict):
             return results
         reason = next(filter(None, (_difference(each, self._truth) for each in results)), "")
         if reason:
             return Verdict(passed=False, reason=reason)
-        if in_training and self._tiny_training is not None and self._padded is not None:
+        if self._tiny_training is not None and self._padded is not None:
             wrong = self._run_in_training(plan, self._tiny_training, self._padded, sequence_parallel=sequence_parallel)
             if wrong is not None:
-                return replace(wrong, reason=f"with padding and dropout: {wrong.reason}", in_training=True)
+                return replace(wrong, reason=f"with padding and dropout: {wrong.reason}")
         return Verdict(passed=True, num_collectives=results[0].num_collectives)
 
     def _run_in_training(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import nn
 
@@ -29,7 +28,6 @@ from shardwise.probe.adapters import try_adapters
 from shardwise.probe.disk_cache import cache_path, read, write
 from shardwise.runtime.adapter_facts import without_adapters
 from shardwise.search.deriving import Subject, build_subject, check_given_rules, search_plan
-from shardwise.sharding.json_form import to_json
 from shardwise.tiny.random import fork_all_rng
 
 __all__ = ["plan_for"]
@@ -37,14 +35,6 @@ __all__ = ["plan_for"]
 logger = logging.getLogger("shardwise.plan")
 
 _MAX_SHOWN = 4
-
-
-class CannotTryError(Exception):
-    """There is no tiny model on which plans can be tried, for this cause."""
-
-    def __init__(self, cause: ShardwiseError) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
 
 
 def plan_for(model: nn.Module, spec: ParallelSpec, *, tp_size: int, facts: ModelFacts | None = None) -> Plan:
@@ -78,121 +68,80 @@ def _base_plan(
     is_known = bool(declared.rules) and not idle
     if kind == "declared":
         if not is_known:
-            raise _idle(model, declared, idle) if idle else _unknown(model, "transformers declares none for it")
+            raise _unknown(model, declared, idle, "transformers declares none for it")
         return automatic, False
     is_proved = is_known and kind == "auto" and facts.model_type in PROVED and is_of_transformers(base)
     if is_proved and not given.rules:
         return automatic, True
     if idle:
-        logger.warning("%s", _idle(model, declared, idle).summary)
+        logger.warning("%s", _unknown(model, declared, idle, "").summary)
     match_rules(automatic | given, facts)  # before a search: rules of the user that match nothing are errors
-    question = _Question(
-        declared=automatic,
-        given=given,
-        is_proved=is_proved,
-        tp_size=tp_size,
-        sequence_parallel=spec.sequence_parallel,
-    )
-    try:
-        return _examined(base, question, use_cache=kind != "derived") | given, False
-    except CannotTryError as error:
-        if given.rules:
-            logger.warning("the rules given for %s are used untried: %s", type(model).__name__, error.cause)
-            return automatic | given, False
-        if isinstance(error.cause, PlanError):  # it says itself what does not fit
-            raise error.cause from error
-        raise (_idle(model, declared, idle) if idle else _unknown(model, str(error.cause))) from error.cause
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Question:
-    """What is asked of a search.
-
-    Attributes:
-        declared: what is known without one.
-        given: rules of the user.
-        is_proved: whether the declared plan needs no trial of its own, but with the rules of the user.
-    """
-
-    declared: Plan
-    given: Plan
-    is_proved: bool
-    tp_size: int
-    sequence_parallel: bool
-
-
-def _examined(model: nn.Module, question: _Question, *, use_cache: bool) -> Plan:
-    """The plan below the rules of the user, tried with them on a tiny model; or what the disk cache has.
-
-    Raises:
-        CannotTryError: there is no tiny model to try it on.
-        PlanError: no plan passes.
-    """
-    path = cache_path(model, "plan", to_json(question))
-    if use_cache and (cached := read(path, Plan.from_json)) is not None:
-        return cached
+    question = {
+        "declared": automatic.to_json(),
+        "given": given.to_json(),
+        "is_proved": is_proved,
+        "tp_size": tp_size,
+        "sequence_parallel": spec.sequence_parallel,
+    }
+    path = cache_path(base, "plan", question)
+    if kind != "derived" and (cached := read(path, Plan.from_json)) is not None:
+        return cached | given, False
     with fork_all_rng():  # one rank plans, and its streams of random numbers must stay those of the others
-        plan = _searched(model, question)
+        subject, tried, problem = _subject(base, automatic, given, tp_size=tp_size)
+        if subject is not None and is_proved:
+            check_given_rules(subject, automatic, tried, sequence_parallel=spec.sequence_parallel)
+            plan = automatic
+        elif subject is not None:
+            plan = search_plan(subject, automatic, sequence_parallel=spec.sequence_parallel, given=tried)
+        elif given.rules:
+            logger.warning("the rules given for %s are used untried: %s", type(model).__name__, problem)
+            return automatic | given, False
+        else:
+            raise problem if isinstance(problem, PlanError) else _unknown(model, declared, idle, str(problem))
     write(path, plan.to_json())
-    return plan
+    return plan | given, False
 
 
-def _searched(model: nn.Module, question: _Question) -> Plan:
-    subject, given = _subject(model, question)
-    if question.is_proved:
-        check_given_rules(subject, question.declared, given, sequence_parallel=question.sequence_parallel)
-        return question.declared
-    derivation = search_plan(subject, question.declared, sequence_parallel=question.sequence_parallel, given=given)
-    if derivation.problem is not None:
-        raise derivation.problem
-    return derivation.plan
-
-
-def _subject(model: nn.Module, question: _Question) -> tuple[Subject, Plan]:
-    """What plans are tried on, and those rules of the user that it has names for.
-
-    Raises:
-        CannotTryError: no plan can be tried on it.
+def _subject(
+    model: nn.Module, declared: Plan, given: Plan, *, tp_size: int
+) -> tuple[Subject | None, Plan, ShardwiseError | None]:
+    """What plans are tried on, and those rules of the user that it has names for; None and the cause where no plan can
+    be tried.
     """
-    given, tp_size = question.given, question.tp_size
     try:
         subject = build_subject(model, tp_size=tp_size)
         if rules_without_names(given, subject.trial.facts):  # of layers that a model of few layers lacks
             subject = build_subject(model, tp_size=tp_size, is_deep=True)
     except ShardwiseError as error:
-        raise CannotTryError(error) from error
+        return None, given, error
     untried = rules_without_names(given, subject.trial.facts)
     if untried:
         names = ", ".join(rule.pattern for rule in untried)
         logger.warning("rules for %s are used untried: a tiny model has no %s", type(model).__name__, names)
     tried = Plan(tuple(rule for rule in given.rules if rule not in untried))
     problem = None
-    for plan in (question.declared | tried, tried):  # rules may be about sizes that the tiny model has not
+    for plan in (declared | tried, tried):  # rules may be about sizes that the tiny model has not
         try:
             resolve(plan, subject.trial.facts, tp_size=tp_size)
         except PlanError as error:
             problem = error
         else:
-            return subject, tried
-    assert problem is not None
-    raise CannotTryError(problem) from problem
+            return subject, tried, None
+    return None, tried, problem
 
 
-def _idle(model: nn.Module, declared: Plan, idle: Sequence[Rule]) -> PlanError:
-    """The error for a plan that is declared for other modules than the model's."""
-    shown = list(idle[:_MAX_SHOWN])
+def _unknown(model: nn.Module, declared: Plan, idle: Sequence[Rule], why: str) -> PlanError:
+    """The error for a model without a plan, or with one that is declared for other modules than the model's."""
+    if not idle:
+        return PlanError(
+            f"no tensor-parallel plan is known for {type(model).__name__}",
+            why=why,
+            fix='give rules, such as plan={"**.q_proj": "colwise", "**.o_proj": "rowwise"}; see '
+            "shardwise.plan.spec.STYLES",
+        )
     return PlanError(
         f"{len(idle)} of the {len(declared.rules)} rules declared for {type(model).__name__} split nothing in it",
-        at="\n".join(f'rule "{rule.pattern}: {rule.style}" ({rule.source})' for rule in shown)
-        + (f"\nand {len(idle) - _MAX_SHOWN} more" if len(idle) > _MAX_SHOWN else ""),
+        at="\n".join(f'rule "{rule.pattern}: {rule.style}" ({rule.source})' for rule in idle[:_MAX_SHOWN]),
         why="its modules have other names, or hold others that have the weights: it is wrapped, or adapters were added",
         fix="split the model itself, before anything is put around it or into it, or give rules with its names",
-    )
-
-
-def _unknown(model: nn.Module, why: str) -> PlanError:
-    return PlanError(
-        f"no tensor-parallel plan is known for {type(model).__name__}",
-        why=why,
-        fix='give rules, such as plan={"**.q_proj": "colwise", "**.o_proj": "rowwise"}; see shardwise.plan.spec.STYLES',
     )

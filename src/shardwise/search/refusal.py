@@ -12,7 +12,7 @@ from shardwise.probe.trial import Verdict
 from shardwise.search.candidate import Candidate, split_share
 from shardwise.sharding.placement import Split
 
-__all__ = ["given_rules_error", "no_plan_error", "problem_of", "with_reasons"]
+__all__ = ["check_share", "given_rules_error", "no_plan_error", "unplanned_error", "with_reasons"]
 
 _LEAST = 0.05
 """The part of the layers' elements that must be split: with less of it, ranks hold copies of one model."""
@@ -36,10 +36,8 @@ def with_reasons(candidate: Candidate, reasons: Mapping[str, str]) -> Plan:
     return candidate.plan | Plan(tuple(rules))
 
 
-def problem_of(
-    name: str, candidate: Candidate, reasons: Mapping[str, str], reached: Collection[str]
-) -> PlanError | None:
-    """The error for the model called `name` if its best plan splits next to nothing of its layers.
+def check_share(name: str, candidate: Candidate, reasons: Mapping[str, str], reached: Collection[str]) -> None:
+    """Raises `PlanError` if the best plan for the model called `name` splits next to nothing of its layers.
 
     Args:
         reasons: FQNs of parameters to why no split of them passed.
@@ -52,7 +50,7 @@ def problem_of(
     ]
     share = split_share(used)
     if share > _LEAST:
-        return None
+        return
     matrices = [planned for planned in used if len(planned.shape) > 1 and not isinstance(planned.placement, Split)]
     unseen = "no product in its layer needs just a part of it"
     why = _lines(
@@ -60,12 +58,22 @@ def problem_of(
         for planned in matrices
     )
     example = f'{{"{star_numbers(matrices[0].fqn)}": "split(0)"}}' if matrices else '{"layers.*.up_proj": "colwise"}'
-    return PlanError(
+    raise PlanError(
         f"cannot split {name} over tp={candidate.split.tp_size}: "
         f"{f'only {share:.1%}' if share else 'nothing'} of its layers can be split",
         why=why or "it has no layers: items of a ModuleList that hold matrices which the forward uses",
         fix=f"write rules of your own, such as plan={example} (styles: shardwise.plan.spec.STYLES),\n"
         "and prove them with shardwise.verify(..., plan=...); or use tp_size 1",
+    )
+
+
+def unplanned_error(name: str, tp_size: int, verdict: Verdict) -> PlanError:
+    """The error for the model called `name`, whose own code fails where plans are tried."""
+    return PlanError(
+        f"{name} cannot be planned over tp={tp_size}",
+        at=verdict.module or None,
+        why=verdict.reason,
+        fix="use tp_size 1, or give rules of your own",
     )
 
 
