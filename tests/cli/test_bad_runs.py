@@ -207,11 +207,6 @@ CASES = {
         [],
         ["the data holds no text", "every file or line is empty"],
     ),
-    "data: half of a character": (
-        lambda: Path("corpus/b.jsonl").write_text('{"text": "\\ud83d\\ude00"}\n{"text": "\\uD800 alone"}\n'),
-        [],
-        ["a line holds half of a character", "corpus/b.jsonl:2", "surrogates not allowed"],
-    ),
     "optimizer: other letters": (
         None,
         ["optimizer.name=Adamw"],

@@ -206,7 +206,7 @@ BAD = {
     "data: mixed": (
         lambda: shutil.copy("prompts.jsonl", "data/b.jsonl"),
         [],
-        ["no key 'messages'", "data/b.jsonl:1", "it looks like data.format: prompt; all records of a data set have"],
+        ["no key 'messages'", "data/b.jsonl:1", "all records of a data set have one data.format"],
     ),
     "data: empty response": (
         lambda: write("data/a.jsonl", conversation(1), conversation(2, "")),
@@ -234,7 +234,7 @@ BAD = {
     "evaluation: another format": (
         None,
         ["evaluation={path: prompts.jsonl}"],
-        ["evaluation.path: there is no key 'messages'", "it looks like data.format: prompt"],
+        ["evaluation.path: there is no key 'messages'", "one data.format"],
     ),
     "evaluation: a format of nothing": (None, ["evaluation.format=text"], ["evaluation.format: is text, and nothing"]),
     "adapter: unknown key": (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from shardwise.parallel.loading import find_weights
 from shardwise.plan.options import ParallelSpec
 from shardwise.sharding.layout import Layout
 from shardwise.topology.shape import MeshShape
-from shardwise.weights.conversion import ExportGroup, has_tied_weights, plan_export, untie
+from shardwise.weights.conversion import has_tied_weights, plan_export, untie
 from shardwise.weights.foreign import config_place, open_weights
 from shardwise.weights.index import CheckpointIndex
 from shardwise.weights.kinds import ADAPTER_CONFIG, NXD, OPTIMUM_NEURON, kind_of
@@ -74,16 +74,14 @@ def convert_to_hf(
     model = meta_model(stored)
     names = {key.removeprefix("model/"): key for key in stored.index.tensors if key.startswith("model/")}
     names |= {alias: names[name] for alias, name in stored.index.tied.items() if name in names}
-    tensors = {
-        name: torch.empty(each.shape, dtype=_converted(each.dtype, dtype), device="meta")
-        for name, each in ((name, stored.index.tensors[key]) for name, key in names.items())
-    }
+    stored_as = {name: stored.index.tensors[key] for name, key in names.items()}
+    metas = {name: _meta(each.shape, each.dtype, dtype) for name, each in stored_as.items()}
     expected = {name for name in model.state_dict() if name not in (model._keys_to_ignore_on_save or ())}
-    if missing := sorted(expected - tensors.keys()):
+    if missing := sorted(expected - metas.keys()):
         raise LoadError(f"the checkpoint has no {', '.join(missing[:5])}", at=str(stored.directory))
 
     def read(name: str) -> torch.Tensor:
-        found = stored.read(names[name], dtype=tensors[name].dtype)
+        found = stored.read(names[name], dtype=metas[name].dtype)
         stored.drop()
         return found
 
@@ -91,7 +89,7 @@ def convert_to_hf(
     if "generation_config.json" in stored.manifest.files and model.can_generate():
         check_companion(stored.directory, stored.manifest, "generation_config.json")
         generation = transformers.GenerationConfig.from_pretrained(stored.directory)
-    _write(model, tensors, directory, read, tied=stored.index.tied, companions=(generation, tokenizer))
+    _write(model, metas, directory, read, tied=stored.index.tied, companions=(generation, tokenizer))
 
 
 def convert_weights_to_hf(
@@ -112,21 +110,17 @@ def convert_weights_to_hf(
         LoadError: the checkpoint is damaged, does not cover the model, or there is no config.
         UnsupportedError: the files do not say what would have to be known.
     """
-    source = config if config is not None else config_place(path)
-    found, _ = read_config(source, {})
+    found, _ = read_config(config if config is not None else config_place(path), {})
     named = [getattr(transformers, name, None) for name in found.architectures or ()]
     model = build_meta_model(found, next(filter(None, named), None), dtype=None, options={})
     with _open(Path(path), model) as index:
         lazies = find_weights(model, index, allowed=Allowed()).tensors
-        tensors = {
-            name: torch.empty(each.shape, dtype=_converted(each.dtype, dtype), device="meta")
-            for name, each in lazies.items()
-        }
+        metas = {name: _meta(each.shape, each.dtype, dtype) for name, each in lazies.items()}
 
         def read(name: str) -> torch.Tensor:
-            return lazies[name].read(dtype=tensors[name].dtype)
+            return lazies[name].read(dtype=metas[name].dtype)
 
-        _write(model, tensors, directory, read, tied=model.all_tied_weights_keys, companions=(tokenizer,))
+        _write(model, metas, directory, read, tied=model.all_tied_weights_keys, companions=(tokenizer,))
 
 
 def _open(path: Path, model: nn.Module) -> CheckpointIndex:
@@ -145,7 +139,7 @@ def _open(path: Path, model: nn.Module) -> CheckpointIndex:
 
 def _write(
     model: Any,
-    tensors: Mapping[str, torch.Tensor],
+    metas: Mapping[str, torch.Tensor],
     directory: str | os.PathLike[str],
     read: Callable[[str], torch.Tensor],
     *,
@@ -155,25 +149,20 @@ def _write(
     """Writes weights, which `read` gives by name, and config of `model`, and whatever of the `companions` there is."""
     if not (is_tied := has_tied_weights(model, tied)):
         untie(model.config)
-    groups = plan_export(model, tensors, is_tied=is_tied)
+    groups = plan_export(model, metas, is_tied=is_tied)
     planned = [each for group in groups for each in group.described]
     with PretrainedWriter(directory, max_shard_bytes=_SHARD_BYTES, planned=planned) as writer:
         for group in groups:
-            _write_group(group, read, writer)
-        dtypes = [value.dtype for value in tensors.values() if value.dtype.is_floating_point]
+            for name, tensor in group.build({name: read(name) for name in group.fqns}):
+                writer.add(name, tensor)
+                del tensor  # before the next one is made
+        dtypes = [value.dtype for value in metas.values() if value.dtype.is_floating_point]
         model.config.dtype = next(iter(dtypes), model.config.dtype)
         with writer.companions() as staging:
             for each in (model.config, *companions):
                 if each is not None:
                     each.save_pretrained(staging)
-        writer.finish({"total_parameters": sum(v.numel() for name, v in tensors.items() if name not in tied)})
-
-
-def _write_group(group: ExportGroup, read: Callable[[str], torch.Tensor], writer: PretrainedWriter) -> None:
-    """A function of its own, so that nothing of a group is still there when the next one is read."""
-    for name, tensor in group.build({name: read(name) for name in group.fqns}):
-        writer.add(name, tensor)
-        del tensor  # before the next one is made
+        writer.finish({"total_parameters": sum(v.numel() for name, v in metas.items() if name not in tied)})
 
 
 def meta_model(stored: StoredParts) -> Any:
@@ -192,5 +181,7 @@ def meta_model(stored: StoredParts) -> Any:
     return model
 
 
-def _converted(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and own.is_floating_point else own
+def _meta(shape: Sequence[int], stored: torch.dtype, dtype: torch.dtype | None) -> torch.Tensor:
+    """A meta tensor of `shape`, in `dtype` where it is floating-point."""
+    chosen = dtype if dtype is not None and stored.is_floating_point else stored
+    return torch.empty(tuple(shape), dtype=chosen, device="meta")

@@ -15,11 +15,12 @@ from shardwise.api.state import export_pretrained
 from shardwise.checkpoint.collect import model_key
 from shardwise.checkpoint.manifest import MANIFEST
 from shardwise.checkpoint.reader import StoredParts, check_companion
-from shardwise.errors import LoadError, UnsupportedError
+from shardwise.errors import UnsupportedError
 from shardwise.lora.files import stored_names, write_adapter_files
 from shardwise.lora.inject import inject, read_adapter_config
 from shardwise.mesh import Mesh
 from shardwise.weights.kinds import ADAPTER_CONFIG
+from shardwise.weights.staging import disk_errors
 
 __all__ = ["convert_adapter", "merge_adapter"]
 
@@ -34,22 +35,17 @@ def convert_adapter(stored: StoredParts, directory: str | os.PathLike[str]) -> N
     """
     _check_adapter(stored)
     model = inject(meta_model(stored), read_adapter_config(stored.directory))
-    names = stored_names(model)
-    lacking = [
-        name for name in names.values() if model_key(stored.index.tied.get(name, name)) not in stored.index.tensors
-    ]
-    if lacking:
+    keys = {key: model_key(stored.index.tied.get(name, name)) for key, name in stored_names(model).items()}
+    if lacking := [key for key in keys.values() if key not in stored.index.tensors]:
         raise UnsupportedError(
             f"the adapter of {stored.manifest.tag} by itself",
             at=str(stored.directory),
             why=f"PEFT's file of it also holds {lacking[0]}, which was not trained and is not in the checkpoint",
             fix="load the checkpoint into its model, and use shardwise.export_pretrained",
         )
-    state = {key: stored.read(model_key(stored.index.tied.get(name, name))) for key, name in names.items()}
-    try:
+    state = {key: stored.read(own) for key, own in keys.items()}
+    with disk_errors(f"cannot write to {str(directory)[:100]!r}"):
         write_adapter_files(Path(directory), state, (stored.directory / ADAPTER_CONFIG).read_bytes())
-    except (OSError, ValueError) as error:
-        raise LoadError(f"cannot write to {str(directory)[:100]!r}", why=str(error)[:300]) from error
 
 
 def merge_adapter(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import MeshError, did_you_mean
@@ -51,27 +48,19 @@ def adopt_device_mesh(device_mesh: DeviceMesh, *, shards: bool = True) -> Mesh:
             f"device_mesh cannot be a {type(device_mesh).__name__}",
             fix='use torch.distributed.device_mesh.init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))',
         )
-    names = device_mesh.mesh_dim_names or ()
-    wide = [name for name, size in zip(names, device_mesh.shape, strict=False) if size > 1]
-    unknown = [name for name in wide if name not in _AXES]
-    if unknown or len(names) != device_mesh.ndim:
-        raise MeshError(
-            f"cannot tell what the dims {names or device_mesh.shape} of the device mesh are for",
-            why=f"{unknown[0]!r} is no axis{did_you_mean(unknown[0], _AXES)}" if unknown else "they have no names",
-            fix=f"name them {', '.join(_AXES)}",
-        )
+    names = device_mesh.mesh_dim_names or tuple(map(str, range(device_mesh.ndim)))
+    wide = [name for name, size in zip(names, device_mesh.shape, strict=True) if size > 1]
+    for name in wide:
+        if name not in _AXES:
+            why = f"{name!r} is no axis{did_you_mean(name, _AXES)}"
+            fix = f"name them {', '.join(_AXES)}"
+            raise MeshError(f"cannot tell what the dims {names} of the device mesh are for", why=why, fix=fix)
     sharding = "fsdp" if shards else "ddp"
-    data = [name for name in wide if _AXES[name] == "data"]
-    axes = {name: sharding if name in data else _AXES[name] for name in wide}
-    if len(data) < 2 and (shards or "ddp" not in map(_AXES.get, wide)):
+    axes = {name: sharding if _AXES[name] == "data" else _AXES[name] for name in wide}
+    together = [name for name in wide if axes[name] == sharding]
+    if len(together) < 2:
         return Mesh.adopt(device_mesh, axes=axes)
-    together = [name for name in wide if name in data or (not shards and _AXES[name] == "ddp")]
     groups = {axes[name]: device_mesh.get_group(name) for name in wide if name not in together}
-    groups[sharding] = _flattened(device_mesh, together)
+    flattened = _FLATTENED.get(tuple(_SHORT.get(each, each) for each in together))
+    groups[sharding] = device_mesh[tuple(together)]._flatten(flattened).get_group()
     return Mesh.adopt(groups)
-
-
-def _flattened(device_mesh: DeviceMesh, names: Sequence[str]) -> dist.ProcessGroup:
-    """The group of several dims: what Automodel has flattened already, or a new one under its name."""
-    name = _FLATTENED.get(tuple(_SHORT.get(each, each) for each in names))
-    return device_mesh[tuple(names)]._flatten(name).get_group()

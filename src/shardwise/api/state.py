@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.checkpoint.export import write_pretrained
 from shardwise.checkpoint.shards import ExportSelection
 from shardwise.comm.agree import check_calls, raise_on_all_ranks
-from shardwise.errors import ConfigError, LoadError, did_you_mean
+from shardwise.errors import ConfigError, did_you_mean
 from shardwise.lora.files import adapter_config_text, adapter_state, write_adapter_files
 from shardwise.lora.merging import Merger, base_tensors
 from shardwise.optim.gradients import gradients_of
@@ -22,6 +22,7 @@ from shardwise.parameters.registry import find_parameters, named_entries, regist
 from shardwise.parameters.replicas import check_replicas
 from shardwise.runtime.adapters import find_model, has_adapters
 from shardwise.runtime.same_batch import describe_steps
+from shardwise.weights.staging import disk_errors
 
 __all__ = ["export_pretrained", "full_gradients", "full_state_dict"]
 
@@ -102,7 +103,7 @@ def export_pretrained(
         that another rank holds than the one that writes it.
     """
     model = _named_as_split(model)
-    _meet(model, "export_pretrained", directory=_shown(directory), max_shard_bytes=max_shard_bytes, adapter=adapter)
+    _meet(model, "export_pretrained", directory=directory, max_shard_bytes=max_shard_bytes, adapter=adapter)
     mode = _adapter_mode(model, adapter)
     if not isinstance(directory, str | os.PathLike):
         raise ConfigError(f"{directory!r:.100} cannot be a directory", fix="pass a str or pathlib.Path")
@@ -134,25 +135,15 @@ def _named_as_split(model: nn.Module) -> nn.Module:
     """
     root = registry_of(model).model()
     inner = next((each for each in model.modules() if each is root or find_model(each) is root), model)
-    return inner if set(map(id, _tensors(model))) == set(map(id, _tensors(inner))) else model
-
-
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
+    own, held = ({id(value) for value in (*each.parameters(), *each.buffers())} for each in (inner, model))
+    return inner if own == held else model
 
 
 def _meet(model: nn.Module, doing: str, **asked: object) -> None:
-    """Where ranks call something else, or ask for it otherwise, they are told so; where one does not come, those that
-    wait say which.
-    """
+    """Raises on all ranks where they do not all call this function with the same arguments."""
     registry = registry_of(model)
-    described = {name: str(value) for name, value in asked.items()} | describe_steps(registry.context)
-    check_calls(registry.mesh.group(), described, doing=doing)
-
-
-def _shown(directory: object) -> str:
-    return os.fspath(directory) if isinstance(directory, str | os.PathLike) else repr(directory)
+    fields = {name: str(value) for name, value in asked.items()} | describe_steps(registry.context)
+    check_calls(registry.mesh.group(), fields, doing=doing)
 
 
 def _adapter_mode(model: nn.Module, adapter: str | None) -> str | None:
@@ -170,11 +161,7 @@ def _adapter_mode(model: nn.Module, adapter: str | None) -> str | None:
 
 
 def _write_adapters(model: nn.Module, directory: Path, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-    try:
+    with disk_errors(f"cannot write to {str(directory)[:100]!r}", fix="pass a directory that can be made"):
         for name, state in states.items():
             place = directory if name == "default" else directory / name
             write_adapter_files(place, state, adapter_config_text(model, name))
-    except OSError as error:
-        raise LoadError(
-            f"cannot write to {str(directory)[:100]!r}", why=str(error)[:300], fix="pass a directory that can be made"
-        ) from error

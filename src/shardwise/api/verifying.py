@@ -86,8 +86,16 @@ def verify(
     """
     spec, options = ParallelSpec.take(options)
     shape = layout if isinstance(layout, MeshShape) else MeshShape.parse(layout)
-    source, adapters = _with_adapters(source, adapter)
-    config, auto_class, options = _read_target(source, auto_class, options)
+    adapters = {} if adapter is None else {"default": read_adapter_config(adapter)}
+    if isinstance(source, nn.Module):
+        source = find_model(source)
+        adapters = adapters or dict(getattr(source, "peft_config", {}))
+        config: Any = source.config
+        auto_class = auto_class or type(source)
+    elif isinstance(source, PreTrainedConfig):
+        config = source
+    else:
+        config, options = read_config(source, options)
     if options:
         raise ConfigError(f"verify has no option {', '.join(options)}", fix="it takes the options of shardwise.load")
     chosen = as_dtype(dtype)
@@ -105,25 +113,6 @@ def verify(
         with_media=True,
     )
     return proof.run(timeout_seconds=timeout_seconds)
-
-
-def _read_target(source: Any, auto_class: Any, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """The config of what is to be proved, its class as far as that is known, and the options left over."""
-    if isinstance(source, nn.Module):
-        return source.config, auto_class or type(source), options
-    if isinstance(source, PreTrainedConfig):
-        return source, auto_class, options
-    config, options = read_config(source, options)
-    return config, auto_class, options
-
-
-def _with_adapters(source: Any, adapter: Any) -> tuple[Any, dict[str, Any]]:
-    """What is to be proved, without PEFT's wrappers, and the configs of its adapters."""
-    given = {} if adapter is None else {"default": read_adapter_config(adapter)}
-    if not isinstance(source, nn.Module):
-        return source, given
-    base = find_model(source)
-    return base, given or dict(getattr(base, "peft_config", {}))
 
 
 def _tiny_config(config: PreTrainedConfig, model_class: Any, spec: ParallelSpec, shape: MeshShape) -> PreTrainedConfig:

@@ -135,11 +135,6 @@ def check_data(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[Probl
     for key in ("subset", "split") if data.dataset is None else ():
         if getattr(data, key) != getattr(DataConfig, key):
             yield Problem(f"data.{key}", "only means something with data.dataset")
-    if data.include == ():
-        yield Problem("data.include", "is empty, so no file would be read")
-    for pattern in data.include or ():
-        if not pattern or pattern.startswith("/"):
-            yield Problem("data.include", f"{pattern!r} is no pattern below the data directory", "such as '**/*.txt'")
     for each in fields(EvaluationConfig):
         if evaluation.path is None and (value := getattr(evaluation, each.name)) != each.default:
             yield Problem(f"evaluation.{each.name}", f"is {value}, and nothing is held out", "name evaluation.path")

@@ -27,8 +27,6 @@ __all__ = ["ExampleEncoder", "build_example_encoder", "encode_examples"]
 
 _BATCH = 256
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_FORMAT_OF = {"prompt": "prompt", "response": "prompt", "completion": "prompt", "messages": "chat", "text": "text"}
-"""Of which format a key speaks, to tell formats that are mixed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,23 +188,16 @@ def _check_messages(messages: Any, place: str) -> None:
     """Raises where `messages` is no conversation with something to learn."""
     looks = 'it looks like [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise LoadError(
-            "there are no messages" if messages in ([], ()) else f"messages are {type(messages).__name__}, not a list",
-            at=place,
-            fix=looks,
-        )
+        raise LoadError(f"expected a list of messages, found {messages!r:.40}", at=place, fix=looks)
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            keys = f"its keys are {', '.join(map(str, message))}" if isinstance(message, Mapping) else ""
-            raise LoadError(f"message {number} has no role", at=place, why=keys, fix=looks)
+            raise LoadError(f"message {number} has no role", at=place, fix=looks)
         content = message.get("content")
         says = content.strip() if isinstance(content, str) else content
         if message["role"] == "assistant" and not says and not message.get("tool_calls"):
             raise LoadError(f"the response is empty: message {number}, the assistant's, says nothing", at=place)
-        if isinstance(content, str):
-            _check_letters(content, place)
     if all(message["role"] != "assistant" for message in messages):
-        roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         raise LoadError("no message is the assistant's, so nothing is learned", at=place, why=f"the roles are {roles}")
 
 
@@ -215,32 +206,19 @@ def _value(record: Record, key: str, keys: Mapping[str, str]) -> Any:
         return record.values[key]
     setting = next(name for name, value in keys.items() if value == key)
     present = [str(name) for name in record.values]
-    others = [_FORMAT_OF[name] for name in present if _FORMAT_OF.get(name, _FORMAT_OF[setting]) != _FORMAT_OF[setting]]
-    fix = f"name the key with data.{setting}_key"
-    if others:
-        fix = f"it looks like data.format: {others[0]}; all records of a data set have one format"
     raise LoadError(
         f"there is no key {key!r}{did_you_mean(key, present)}",
         at=record.place,
-        why=f"the keys are {', '.join(present)}" if present else "there are no keys",
-        fix=fix,
+        why=f"the keys are {', '.join(present)}",
+        fix=f"name the key with data.{setting}_key; all records of a data set have one data.format",
     )
 
 
 def _text(record: Record, key: str, keys: Mapping[str, str], *, may_be_empty: bool = True) -> str:
     value = _value(record, key, keys)
     if not isinstance(value, str):
-        kind = "null" if value is None else type(value).__name__
         fix = "lists of messages are read with data.format: chat" if isinstance(value, list) else None
-        raise LoadError(f"{key!r} holds {kind}, not text", at=record.place, fix=fix)
+        raise LoadError(f"{key!r} holds {type(value).__name__}, not text", at=record.place, fix=fix)
     if not may_be_empty and not value.strip():
         raise LoadError(f"the response is empty: {key!r} holds {value!r}", at=record.place, fix="leave the record out")
-    _check_letters(value, record.place)
     return value
-
-
-def _check_letters(text: str, place: str) -> None:
-    try:
-        text.isascii() or text.encode()
-    except UnicodeEncodeError as error:
-        raise LoadError("the text holds half of a letter (a lone surrogate)", at=place, why=str(error)) from error

@@ -34,7 +34,39 @@ _WIDTH_STEP = 64
 """Padded rows are as long as the longest of their batch, rounded up: few widths, so little is compiled again."""
 
 
-class StreamRows:
+class _Rows:
+    """What tells rows from others.
+
+    Attributes:
+        kind: what must be the same when a run goes on, besides the tokens.
+    """
+
+    documents: Documents
+    seq_length: int
+    num_tokens: int
+    num_rows: int
+    kind = ""
+
+    def identity(self) -> dict[str, int]:
+        """Numbers, length, and the checksum of the documents."""
+        numbers = {"num_rows": self.num_rows} if self.kind else {}
+        return {
+            "num_tokens": self.num_tokens,
+            "seq_length": self.seq_length,
+            "checksum": self.documents.checksum,
+            **numbers,
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """The checksum, and how the rows are made."""
+        return {"tokens": f"{self.documents.checksum:08x}", **({"rows": self.kind} if self.kind else {})}
+
+    def notes(self) -> str:
+        """What was done to documents, in words."""
+        return ""
+
+
+class StreamRows(_Rows):
     """Documents one after the other, cut into rows of `seq_length`. Tokens after the last full row are left out. Every
     token is a target.
 
@@ -57,24 +89,8 @@ class StreamRows:
         input_ids = torch.from_numpy(np.stack(read))
         return {"input_ids": input_ids, "labels": input_ids.clone()}
 
-    def identity(self) -> dict[str, int]:
-        """Number of tokens, length of rows, and the checksum of the documents."""
-        return {
-            "num_tokens": self.num_tokens,
-            "seq_length": self.seq_length,
-            "checksum": self.documents.checksum,
-        }
 
-    def describe(self) -> dict[str, Any]:
-        """The checksum of the documents."""
-        return {"tokens": f"{self.documents.checksum:08x}"}
-
-    def notes(self) -> str:
-        """Nothing: every document is read."""
-        return ""
-
-
-class DocumentRows:
+class DocumentRows(_Rows):
     """Rows of documents of which none sees another; see [Note: packed rows].
 
     Args:
@@ -100,6 +116,7 @@ class DocumentRows:
     ) -> None:
         self.documents, self.seq_length, self.apart = documents, seq_length, apart
         self._padding, self._dtype = padding, dtype
+        self.kind = "padded" if apart.startswith("padded") else "packed"
         ends = documents.ends.astype(np.int64)
         lengths = np.diff(ends, prepend=0)
         starts = np.subtract(ends, lengths, out=ends)
@@ -141,20 +158,6 @@ class DocumentRows:
     def _width(self, batch: Sequence[int]) -> int:
         longest = int(self._lengths[list(batch)].max())
         return min(self.seq_length, -(-longest // _WIDTH_STEP) * _WIDTH_STEP)
-
-    def identity(self) -> dict[str, int]:
-        """Numbers, length, and the checksum of the documents."""
-        return {
-            "num_tokens": self.num_tokens,
-            "num_rows": self.num_rows,
-            "seq_length": self.seq_length,
-            "checksum": self.documents.checksum,
-        }
-
-    def describe(self) -> dict[str, Any]:
-        """The checksum, and how the rows are made."""
-        kind = "padded" if self.apart.startswith("padded") else "packed"
-        return {"tokens": f"{self.documents.checksum:08x}", "rows": kind}
 
     def notes(self) -> str:
         """How many documents were cut, or left out."""
