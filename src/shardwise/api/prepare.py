@@ -16,7 +16,8 @@ from transformers import PreTrainedConfig
 
 from shardwise.comm.agree import agree_on, gather_from_all, raise_on_all_ranks
 from shardwise.comm.digest import tensor_digest
-from shardwise.estimate.cuts import check_pipeline
+from shardwise.errors import ConfigError
+from shardwise.estimate.cuts import check_layers, check_pipeline
 from shardwise.lora.checks import check_adapters, check_prompts
 from shardwise.lora.wrapper import guard_wrapper
 from shardwise.loss.label_use import LabelUse, label_use_of, note_label_use
@@ -26,15 +27,15 @@ from shardwise.optim.optimizer import watch_optimizers
 from shardwise.parallel.apply import apply_plan, check_axes, check_unsplit
 from shardwise.parallel.compiled import check_compilation
 from shardwise.parallel.decide import decide_split
-from shardwise.parallel.facts import read_facts
+from shardwise.parallel.facts import read_facts, read_stacks
 from shardwise.parameters.assigned import check_assignments
-from shardwise.parameters.registry import Registry
+from shardwise.parameters.registry import Registry, is_split
 from shardwise.pipeline.forward import apply_pipeline
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.spec import Plan
-from shardwise.plan.structure import ModelFacts
+from shardwise.plan.structure import ModelFacts, outermost_layers
 from shardwise.probe.label_use import find_label_use
 from shardwise.probe.layer_order import find_layer_order
 from shardwise.runtime.adapter_facts import without_adapters
@@ -128,11 +129,24 @@ def _find(model: nn.Module, facts: ModelFacts, shape: MeshShape, spec: ParallelS
     return plan_for(model, spec, tp_size=shape.tp_size, facts=facts), order
 
 
+def _check_cuts(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> None:
+    """Raises on every rank by itself where the pipeline does not fit the layers, as they are registered or as they run
+    (which takes longer to find out).
+    """
+    if shape.pp_size == 1 or is_split(model):
+        return
+    try:
+        check_layers(spec.pipeline, len(outermost_layers(read_stacks(model))), pp_size=shape.pp_size)
+    except ConfigError:
+        check_layers(spec.pipeline, len(find_layer_order(without_adapters(model)).calls), pp_size=shape.pp_size)
+
+
 def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> tuple[SplitPlan, LabelUse | None]:
     """`decide`, by rank 0 for all ranks, whose models and options are the same; and how the model uses its labels."""
     if mesh.shape.world_size == 1:
         return decide(model, mesh.shape, spec), _label_use(model)
     check_options(mesh.shape, spec)
+    _check_cuts(model, mesh.shape, spec)
 
     def read() -> tuple[ModelFacts, dict[str, str]]:
         facts = _read(model, mesh.shape)
