@@ -21,6 +21,7 @@ from shardwise.parallel.facts import read_facts
 from shardwise.plan.fit import idle_rules, match_rules
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.spec import Plan
+from shardwise.probe.disk_cache import cache_path
 from shardwise.proof.parity import measure
 from shardwise.ranks.spawn import spawn
 from shardwise.search import planning
@@ -210,6 +211,31 @@ def test_rules_that_cannot_be_tried_are_used_with_a_warning(caplog):
     plan = plan_for(nn.Sequential(nn.Linear(8, 8)), ParallelSpec(plan={"0": "colwise_gather_output"}), tp_size=2)
     assert [rule.pattern for rule in plan.rules] == ["0"]
     assert "used untried" in caplog.text and "no transformers model" in caplog.text
+
+
+@pytest.mark.single
+def test_a_plan_with_untried_rules_is_not_cached(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    monkeypatch.setattr(planning, "rules_without_names", lambda given, facts: given.rules)
+    for _ in range(2):
+        plan_for(small(**GPT2), ParallelSpec(plan={"transformer.h.*.mlp": "replicate"}), tp_size=2)
+        assert "are used untried" in caplog.text
+        caplog.clear()
+
+
+@pytest.mark.single
+def test_plans_of_other_attention_of_a_sub_config_are_cached_apart():
+    def path(**implementations):
+        text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+        text |= {"projection_dim": 16, "vocab_size": 60}
+        config = transformers.CLIPConfig(text_config=text, vision_config={**text, "image_size": 8, "patch_size": 4})
+        model = transformers.CLIPModel(config)
+        for name, value in implementations.items():
+            setattr(model.config.text_config, name, value)
+        return cache_path(model, "plan", {})
+
+    assert path() == path()
+    assert len({path(), path(_attn_implementation="eager"), path(_experts_implementation="grouped_mm")}) == 3
 
 
 @pytest.mark.single

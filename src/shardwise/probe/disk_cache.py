@@ -42,11 +42,15 @@ def cache_path(model: nn.Module, question: str, described: Mapping[str, Any]) ->
     if not is_of_transformers(model):
         return None
     config: dict[str, Any] = model.config.to_dict()  # type: ignore[union-attr, operator]
+    configs = [model.config, *(getattr(model.config, name, None) for name in getattr(model.config, "sub_configs", ()))]
     key = {
         "class": type(model).__qualname__,
         "modules": [(name, type(module).__name__) for name, module in model.named_modules()],
         "drops": has_dropout(model),
-        "attention": getattr(model.config, "_attn_implementation", None),
+        "implementations": [
+            (getattr(each, "_attn_implementation", None), getattr(each, "_experts_implementation", None))
+            for each in configs
+        ],
         "config": {name: value for name, value in config.items() if name not in _VOLATILE},
         "versions": [_source_digest(), transformers.__version__, torch.__version__],
         **described,

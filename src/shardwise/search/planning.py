@@ -98,7 +98,8 @@ def _base_plan(
             return automatic | given, False
         else:
             raise problem if isinstance(problem, PlanError) else _unknown(model, declared, idle, str(problem))
-    write(path, plan.to_json())
+    if tried == given:  # else the next call must say again which rules are untried
+        write(path, plan.to_json())
     return plan | given, False
 
 
