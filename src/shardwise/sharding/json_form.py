@@ -57,7 +57,7 @@ def _decode(form: Any, data: Any) -> Any:
         return MeshShape.parse(data)
     if hasattr(form, "from_json"):
         return form.from_json(data)
-    if is_dataclass(form):
+    if isinstance(form, type) and is_dataclass(form):
         hints = _hints_of(form)
         if data.keys() != hints.keys():
             raise KeyError(f"{form} has the attributes {', '.join(hints)}")

@@ -95,8 +95,9 @@ class Layout:
 
     def is_held(self, coords: Mapping[str, int]) -> bool:
         """Whether the rank at `coords` has a local tensor, which may be empty."""
-        held = (step for step in self.steps if isinstance(step.placement, Held))
-        return all(step.coord(coords) in step.placement.coords for step in held)
+        return all(
+            step.coord(coords) in step.placement.coords for step in self.steps if isinstance(step.placement, Held)
+        )
 
     def local_shape(self, coords: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of the local tensor at `coords`. Raises `LayoutError` where there is none."""
