@@ -26,6 +26,8 @@ _STARTING = threading.Lock()
 
 def warm(*modules: str) -> None:
     """Starts the fork server without waiting for its imports; `modules` are imported besides the usual ones."""
+    # Imports ask whether there is a card. Through CUDA's runtime this would leave forks unable to use it.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     pytest = [name for name in ("pytest",) if name in sys.modules]
     multiprocessing.forkserver.set_forkserver_preload([*pytest, *PRELOADED, *modules])
     multiprocessing.forkserver.ensure_running()
