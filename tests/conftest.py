@@ -121,6 +121,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("needs an accelerator")
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Ends the ranks that wait where a session stops early: they would keep its process from ending."""
+    if "tests.rank_cases" in sys.modules:
+        sys.modules["tests.rank_cases"].end_waiting(session)
+
+
 @pytest.fixture
 def on_ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Runs a function on the ranks of a layout, which wait for the next case: see `tests/rank_cases.py`."""

@@ -90,13 +90,19 @@ class Ranks:
 
     def end(self) -> None:
         """Ends the ranks that wait: what they hold for as long as they live, such as a directory's lock, is free."""
-        while self._waiting:
-            self._waiting.popitem()[1].end()
+        end_waiting(self._item.session)
 
     def close(self) -> None:
         """Ends them where no further test is to come."""
         if self._item.session.stash[_LAST][group_of(self._item)] == self._item.nodeid:
             self.end()
+
+
+def end_waiting(session: pytest.Session) -> None:
+    """Ends the ranks that wait for a next case."""
+    waiting = session.stash.get(_WAITING, {})
+    while waiting:
+        waiting.popitem()[1].end()
 
 
 def group_of(item: pytest.Function) -> tuple[str, str]:

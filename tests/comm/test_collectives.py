@@ -7,12 +7,16 @@ import functools
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import shardwise
 from shardwise.comm import collectives
 from shardwise.comm.count import CommunicationCount
 from shardwise.comm.operations import functional_collectives
 from shardwise.comm.simulated import SimulatedGroup, run_ranks
+from shardwise.testing.spawn import spawn
 
 SHAPE = (6, 4, 8)  # divides by two and by four along dim 1 and 2, by two along dim 0
 
@@ -241,3 +245,16 @@ def test_what_sequence_parallelism_exchanges_is_copied_at_most_once_and_a_single
             "gather_full": (copies, 0),
             "split_full": (0, copies),
         }
+
+
+def _is_left_where_it_is():
+    with shardwise.Mesh.open("ddp2"):
+        cards = DeviceMesh("cuda", [0, 1], _init_backend=False)
+        offloaded = torch.arange(2.0)
+        stored = collectives.stored_dtensor(offloaded, cards, [Shard(0)], (4,))
+        return stored.to_local().data_ptr() == offloaded.data_ptr() and stored.shape == (4,)
+
+
+@pytest.mark.spawn
+def test_a_parameter_in_host_memory_stays_there_on_a_mesh_of_cards():
+    assert spawn(_is_left_where_it_is, 2) == [True, True]

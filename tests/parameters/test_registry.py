@@ -84,7 +84,7 @@ def changed(mesh):
     optimizer.step()
     model(input_ids=batch["input_ids"]).logits.sum().item()
     shardwise.full_state_dict(model)
-    assert all(len(fields) > 15 for fields in before)
+    assert all(before)
     return {
         type(state).__name__: {
             name for name, value in _fields(state) if value is not known[name][0] or value != known[name][1]

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from shardwise.comm.operations import (
     Group,
@@ -50,6 +51,7 @@ __all__ = [
     "scale_gradient",
     "scatter_from_region",
     "split_full",
+    "stored_dtensor",
 ]
 
 
@@ -124,6 +126,14 @@ def as_dtensor(
     """The tensor of the full `shape` of which `local` is this rank's part, perhaps unevenly. Communicates nothing."""
     stride = torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def stored_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    """`as_dtensor` without a gradient and on the device of `local`: `DTensor.from_local` would move what is offloaded
+    to host memory to the device of the mesh.
+    """
+    meta = TensorMeta(torch.Size(shape), torch.empty(tuple(shape), device="meta").stride(), local.dtype)
+    return DTensor(local.detach(), DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
 
 
 def _gather(x: Tensor, group: Group, dim: int) -> Tensor:

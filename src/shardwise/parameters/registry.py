@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardwise.comm.collectives import as_dtensor
+from shardwise.comm.collectives import stored_dtensor
 from shardwise.errors import LayoutError
 from shardwise.mesh import Mesh
 from shardwise.plan.decision import SplitPlan
@@ -189,7 +189,7 @@ class ParameterEntry:
         placements: list[Replicate | Shard] = [Replicate()] * data_mesh.ndim
         if self.chunk is not None:
             placements[-1] = Shard(self.chunk.dim)
-        return as_dtensor(local, data_mesh, placements, shape)
+        return stored_dtensor(local, data_mesh, placements, shape)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterEntry:
         registry = copy.deepcopy(self.registry, memo)  # with all of its entries, this one perhaps among them
