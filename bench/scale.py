@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import pickle
 import resource
 import tempfile
 import time
@@ -35,7 +36,6 @@ from shardwise.data.packing import PackedBatches
 from shardwise.data.rows import DocumentRows
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
-from shardwise.sharding.boxes import volume
 from shardwise.sharding.division import Division, divide_boxes
 from shardwise.topology.shape import MeshShape
 
@@ -78,7 +78,7 @@ class Job:
         """What every rank says that it has written; the ranks of a job do this at the same time."""
         assert self.division is not None
         self.reports = [self._report(self.division, rank) for rank in range(self.shape.world_size)]
-        return f"{sum(len(each.parts) for each in self.reports) / 1e6:.0f} MB for rank 0"
+        return f"{sum(len(pickle.dumps(each)) for each in self.reports) / 1e6:.0f} MB for rank 0"
 
     def write_index(self) -> str:
         """What rank 0 makes of the reports of all ranks."""
@@ -88,17 +88,16 @@ class Job:
         return f"{(self.directory / INDEX).stat().st_size / 1e6:.0f} MB"
 
     def _report(self, division: Division, rank: int) -> RankReport:
-        lines = []
+        parts = {}
         for name in self.layouts:
             if boxes := division.boxes_of(name, rank):
-                parts = ",".join(json.dumps([rank, 2**32 - 1, box], separators=(",", ":")) for box in boxes)
-                lines.append(f"{json.dumps(f'model/{name}')}\t{sum(map(volume, boxes))}\t{parts}")
+                parts[f"model/{name}"] = [f"{2**32 - 1},{json.dumps(box, separators=(',', ':'))}" for box in boxes]
         reported = {
             f"model/{name}": (torch.float32, layout)
             for name, layout in self.layouts.items()
             if division.first_writer(name) == rank
         }
-        return RankReport({f"rank-{rank:05d}.safetensors": FileFacts(1, 1)}, "\n".join(lines).encode(), reported, {})
+        return RankReport({f"rank-{rank:05d}.safetensors": FileFacts(1, 1)}, parts, reported, {})
 
     def plan_load(self) -> str:
         """The index of a checkpoint, and what one rank copies from where, in another layout than the one that saved."""

@@ -82,7 +82,7 @@ def go_on(mesh, layout, family, optimizer, stage, base):
     extra = training.load(f"{base}/reference/{family}-{optimizer}")
     loaded = training.whole()
     losses = training.steps(NEXT)
-    training.save(f"{base}/{layout}/{family}", extra={"step": 8}, num_writers=2)
+    training.save(f"{base}/{layout}/{family}", extra={"step": 8})
     return extra, loaded, losses, training.whole(), training.steps(2)
 
 
@@ -151,7 +151,7 @@ def save_again(layout, base, number, family):
     with shardwise.Mesh.open(layout.removesuffix("+sp")) as mesh:
         training = split_again(mesh, layout, number, family)
         training.load(f"{base}/reference/{family}-{OPTIMIZERS[number % len(OPTIMIZERS)]}")
-        training.save(f"{base}/pairs/{layout}/{family}", tag="a", extra={"step": 3}, num_writers=1 + number % 2)
+        training.save(f"{base}/pairs/{layout}/{family}", tag="a", extra={"step": 3})
 
 
 def load_each(layout, base, number, family, expected):

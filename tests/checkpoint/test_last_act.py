@@ -31,16 +31,16 @@ def save(place, **options):
 
 
 def end_of_script(place):
-    save(place, num_writers=3)
+    save(place)
 
 
 def export_after_it(place):
-    training, _ = save(place, num_writers=3)
+    training, _ = save(place)
     shardwise.export_pretrained(training.model, place / "model")
 
 
 def raise_error(place):
-    save(place, num_writers=3)
+    save(place)
     raise ValueError("something else")
 
 
@@ -55,20 +55,18 @@ def be_terminated(place):
 
 
 def save_in_a_thread(place):
-    threading.Thread(target=save, args=(place,), kwargs={"num_writers": 3}).start()
+    threading.Thread(target=save, args=(place,)).start()
 
 
 def fail(place):
     place.write_text("no directory")
-    save(place, num_writers=3)
+    save(place)
 
 
 def fail_with_another_error(place):
     """An error that is none of Shardwise's."""
-    training = Training(shardwise.Mesh.open("tp1"), "llama")
-    config = training.model.config
-    config.to_json_string = lambda **_: 1 / 0
-    training.save(place, tag="a", async_save=True)
+    SaveJob._complete = lambda *_: 1 / 0
+    save(place)
 
 
 ENDINGS = {
@@ -139,7 +137,7 @@ SCRIPT = """
     model = peft.get_peft_model(transformers.LlamaForCausalLM(config), peft.LoraConfig(target_modules=["q_proj"]))
     model = shardwise.parallelize(model, mesh)
     shardwise.export_pretrained(model, sys.argv[1] + "/adapter")
-    shardwise.save_checkpoint(sys.argv[1], model=model, tag="a", async_save=True, num_writers=3)
+    shardwise.save_checkpoint(sys.argv[1], model=model, tag="a", async_save=True)
 """
 
 

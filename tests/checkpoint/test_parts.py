@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 
 import shardwise
@@ -161,3 +162,26 @@ def test_frozen_weights_under_adapters_are_saved_where_nothing_has_them(tmp_path
 def names_of_base(model):
     prefix = "base_model.model."
     return {name.removeprefix(prefix) for name, value in model.named_parameters() if not value.requires_grad}
+
+
+@pytest.mark.parametrize("change", ["merged", "resized"])
+def test_a_base_that_was_changed_after_it_was_read_is_saved_under_adapters(tmp_path, change):
+    """transformers has read it, and Shardwise does not know what happened to it since."""
+    mesh = shardwise.Mesh.open("tp1")
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+
+    def adapted(*, changes):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        if change == "resized":
+            model.resize_token_embeddings(model.config.vocab_size + 8)
+        elif changes:
+            config = LoraConfig(r=4, target_modules=["v_proj"], init_lora_weights=False)
+            model = get_peft_model(model, config).merge_and_unload()
+        config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+        return shardwise.parallelize(get_peft_model(model, config), mesh)
+
+    here, there = adapted(changes=True), adapted(changes=False)
+    shardwise.save_checkpoint(tmp_path / "run", model=here, tag="a")
+    shardwise.load_checkpoint(tmp_path / "run", model=there)
+    found, expected = shardwise.full_state_dict(there), shardwise.full_state_dict(here)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())

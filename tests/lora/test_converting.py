@@ -15,6 +15,7 @@ import shardwise
 from shardwise.cli.main import main
 from shardwise.parameters.registry import registry_of
 from shardwise.parameters.source import note_source
+from shardwise.weights.foreign import open_weights
 from tests.families import tiny_batch, tiny_model
 
 pytestmark = [pytest.mark.single, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
@@ -35,7 +36,8 @@ def trained(tmp_path_factory):
     with shardwise.Mesh.open("tp1") as mesh:
         model = shardwise.parallelize(copy.deepcopy(theirs), mesh)
         own = {name for name in registry_of(model).entries if "lora_" in name or "modules_to_save" in name}
-        note_source(model, registry_of(model), drawn=own)  # as where Shardwise has read the base itself
+        with open_weights(place / "base") as index:  # as where Shardwise has read the base itself
+            note_source(model, registry_of(model), digest=index.digest(), drawn=own)
         optimizer = shardwise.build_optimizer(model, torch.optim.AdamW, lr=1e-2)
         shardwise.TrainStep(model, mesh)(batch)
         optimizer.step()

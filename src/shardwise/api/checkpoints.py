@@ -38,7 +38,6 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
     async_save: bool = False,
     keep_last: int | None = None,
     keep_every: int | None = None,
-    num_writers: int = 1,
 ) -> PendingSave:
     """Saves a split model and what trains it as one checkpoint, which any other layout can load.
 
@@ -59,7 +58,6 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
             waits for this one. An error is raised by the next save or load, or ends the process when it exits.
         keep_last: delete all but so many of the newest complete checkpoints, once this one is complete.
         keep_every: but never those whose step is a multiple of it.
-        num_writers: files that each rank writes at the same time.
 
     Returns:
         The save, whose `wait()` returns the tag when the checkpoint is complete.
@@ -69,23 +67,24 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
         GradientError: an earlier step was one, and the host did not know yet; the weights are those before it.
         LoadError: it cannot be written, or the save before has failed; the same on every rank.
 
-    Communicates: over all ranks, one all-gather of 40 bytes and one gather of a small object; four gathers over a
-        process group of its own, in the background where that was asked for.
+    Communicates: over all ranks, one all-gather of 40 bytes, one all-reduce of a number, and with adapters or in the
+        background a gather of small objects; then, in the background where that was asked for, four gathers over a
+        process group of its own.
     """
-    keep = {"keep_last": keep_last, "keep_every": keep_every, "num_writers": num_writers}
+    keep = {"keep_last": keep_last, "keep_every": keep_every}
     writer = writer_of(registry_of(_module(model)).mesh)
     writer.join()
     (gradients := check_steps(model)).parameters()  # what came into the model later has an entry from here on
     job = prepare_save(
-        lambda: _request(path, tag, extra, keep),
+        lambda: _request(path, tag, extra, keep, async_save=async_save),
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
         loss_scale=gradients.loss_scale.state_dict() if gradients.loss_scale is not None else None,
         extra=extra,
-        companions=adapter_companions(registry_of(model).model() or model),
+        companions=lambda: adapter_companions(registry_of(model).model() or model),
     )
-    return writer.write_later(job) if async_save else writer.write(job)
+    return writer.write_later(job) if job.request.async_save else writer.write(job)
 
 
 def _module(model: Any) -> nn.Module:
@@ -96,14 +95,20 @@ def _module(model: Any) -> nn.Module:
     return model
 
 
-def _request(path: str | os.PathLike[str], tag: str | None, extra: Any, keep: Mapping[str, Any]) -> SaveRequest:
+def _request(
+    path: str | os.PathLike[str], tag: str | None, extra: Any, keep: Mapping[str, Any], *, async_save: bool
+) -> SaveRequest:
     for name, value in keep.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ConfigError(f"{name} is {value!r}", why="it counts, from 1")
     step = extra.get("step") if isinstance(extra, Mapping) else None
     is_step = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**62
     return SaveRequest(
-        root=root_of(path), tag=None if tag is None else check_tag(tag), step=step if is_step else None, **keep
+        root=root_of(path),
+        tag=None if tag is None else check_tag(tag),
+        step=step if is_step else None,
+        async_save=bool(async_save),
+        **keep,
     )
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.api.prepare import decide
 from shardwise.checkpoint.manifest import MANIFEST
-from shardwise.checkpoint.reader import StoredParts, check_companion, open_checkpoint
+from shardwise.checkpoint.reader import StoredParts, open_checkpoint
 from shardwise.checkpoint.store import find_tag
 from shardwise.errors import LoadError, UnsupportedError
 from shardwise.parallel.build import build_meta_model, read_config
@@ -87,7 +87,7 @@ def convert_to_hf(
 
     generation = None
     if "generation_config.json" in stored.manifest.files and model.can_generate():
-        check_companion(stored.directory, stored.manifest, "generation_config.json")
+        stored.check_file("generation_config.json")
         generation = transformers.GenerationConfig.from_pretrained(stored.directory)
     _write(model, metas, directory, read, tied=stored.index.tied, companions=(generation, tokenizer))
 
@@ -173,7 +173,7 @@ def meta_model(stored: StoredParts) -> Any:
             at=str(stored.directory),
             fix="load it into the model, and use shardwise.full_state_dict",
         )
-    check_companion(stored.directory, stored.manifest, "config.json")
+    stored.check_file("config.json")
     config, _ = read_config(stored.directory, {})
     chosen = getattr(transformers, stored.manifest.model, None)
     model = build_meta_model(config, chosen, dtype=None, options={})

@@ -14,7 +14,7 @@ from shardwise.api.converting import meta_model, open_anywhere
 from shardwise.api.state import export_pretrained
 from shardwise.checkpoint.collect import model_key
 from shardwise.checkpoint.manifest import MANIFEST
-from shardwise.checkpoint.reader import StoredParts, check_companion
+from shardwise.checkpoint.reader import StoredParts
 from shardwise.errors import UnsupportedError
 from shardwise.lora.files import stored_names, write_adapter_files
 from shardwise.lora.inject import inject, read_adapter_config
@@ -94,4 +94,4 @@ def _check_adapter(stored: StoredParts) -> None:
             at=str(stored.directory),
             fix="name a checkpoint of a model that was trained with one adapter",
         )
-    check_companion(stored.directory, stored.manifest, ADAPTER_CONFIG)
+    stored.check_file(ADAPTER_CONFIG)

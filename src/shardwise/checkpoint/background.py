@@ -1,42 +1,35 @@
 """Checkpoints that are written while training goes on.
 
 # [Note: one save at a time]
-A save in the background owns copies of what it writes, in host memory that is kept and used again. There is one set of
-them, so a save waits for the one before: the training thread then pays what is left of that. The thread communicates
-over a process group of its own: collectives of two threads over one group would meet each other's.
+A save in the background owns copies of what it writes, in host memory. So a save waits for the one before: the training
+thread then pays what is left of that. The thread communicates over a process group of its own: collectives of two
+threads over one group would meet each other's.
 
 # [Note: a save as a script's last act]
-When a script has ended, the interpreter starts no new threads and its thread pools take no work, but threads that run
-go on until the functions of `atexit` return. So all threads of a save are started by the call that asks for it, and a
-function of `atexit` waits for the save. Processes of multiprocessing end without `atexit`, but run its finalizers.
+The interpreter waits for the thread of a save when a script ends. A function of `atexit` then makes a failed save the
+process's exit code. Processes of multiprocessing end without `atexit`, but run its finalizers.
 """
 
 from __future__ import annotations
 
 import atexit
 import datetime
-import functools
 import os
-import queue
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from multiprocessing.util import Finalize
-from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from shardwise.checkpoint.writer import SaveJob
-from shardwise.comm.agree import check_calls
+from shardwise.comm.agree import check_calls, raise_on_all_ranks
 from shardwise.comm.operations import Group
 from shardwise.job.processes import end_processes
 from shardwise.mesh import Mesh
-from shardwise.sharding.boxes import Box
 
-__all__ = ["PendingSave", "Threads", "Writer", "finish_all_saves", "join_saves", "writer_of"]
+__all__ = ["PendingSave", "Writer", "finish_all_saves", "join_saves", "writer_of"]
 
 
 _LONGEST = datetime.timedelta(days=1)
@@ -45,64 +38,19 @@ _UNFINISHED: list[PendingSave] = []
 """Saves in the background that may be under way, or whose error has not been raised; their meshes may be gone."""
 
 
-class Threads:
-    """Threads that wait for work, each started before the work is given: [Note: a save as a script's last act]."""
-
-    def __init__(self) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._num_threads = 0
-
-    def start(self, num_threads: int) -> bool:
-        """Starts threads until there are `num_threads`; returns False where the interpreter starts none any more."""
-        try:
-            while self._num_threads < num_threads:
-                threading.Thread(target=_work_off, args=(self._work,), name="shardwise-checkpoint", daemon=True).start()
-                self._num_threads += 1
-                weakref.finalize(self, self._work.put, None)
-        except RuntimeError:
-            return False
-        return True
-
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Has a thread call `function`."""
-        future: Future[Any] = Future()
-        self._work.put(functools.partial(_call, future, function, *arguments))
-        return future
-
-    def map(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
-        """The results of `function` for each of `arguments`. The calling thread computes the first one."""
-        if not self._num_threads:
-            return list(map(function, arguments))
-        later = [self.submit(function, each) for each in arguments[1:]]
-        first: Future[Any] = Future()
-        for each in arguments[:1]:
-            _call(first, function, each)
-        return [each.result() for each in ((first, *later) if arguments else ())]
-
-
-def _work_off(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (call := work.get()) is not None:
-        call()
-        del call
-
-
-def _call(future: Future[Any], function: Callable[..., Any], *arguments: Any) -> None:
-    try:
-        future.set_result(function(*arguments))
-    except BaseException as error:  # noqa: BLE001 - raised where somebody waits for it
-        future.set_exception(error)
-
-
 class PendingSave:
     """A checkpoint that is being written, or has been."""
 
-    def __init__(self, written: Future[str]) -> None:
-        self._written, self._is_raised = written, False
+    def __init__(self) -> None:
+        self._written: Future[str] = Future()
+        self._is_raised = False
 
-    @property
-    def tag(self) -> str | None:
-        """The checkpoint's tag, once it is complete."""
-        return self._written.result() if self._written.done() and self._written.exception() is None else None
+    def run(self, job: SaveJob, group: Group | None) -> None:
+        """Writes the checkpoint; an error is raised by `wait`."""
+        try:
+            self._written.set_result(job.run(group))
+        except BaseException as error:  # noqa: BLE001 - raised where somebody waits for it
+            self._written.set_exception(error)
 
     def wait(self) -> str:
         """Waits until the checkpoint is complete; returns its tag.
@@ -116,49 +64,50 @@ class PendingSave:
         return self._written.result()
 
     def finish(self) -> None:
-        """Waits until the save has ended, and raises its error unless that has been raised before."""
-        if not self._is_raised:
+        """Waits until the save has ended, and raises its error unless `wait` has raised it."""
+        if self in _UNFINISHED:
+            _UNFINISHED.remove(self)
+        if self._is_raised:
+            self._written.exception()
+        else:
             self.wait()
 
 
 class Writer:
-    """Writes the checkpoints of one mesh.
-
-    Its threads stay from the first save that needs them: to start one takes until it has been given a core.
-    """
+    """Writes the checkpoints of one mesh."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self._group = _own_group(mesh)
-        self._buffers: dict[tuple[str, Box], Tensor] = {}
+        self._everyone, self._own_group = mesh.group(), _own_group(mesh)
         self._pending: PendingSave | None = None
-        self._thread, self._helpers = Threads(), Threads()
 
     def join(self) -> None:
         """Waits for a save under way.
 
         Raises:
-            LoadError: the save failed, and its error has not been raised yet.
+            LoadError: the save failed, and its error has not been raised yet on some rank; the same on every rank.
+
+        Communicates: after a save in the background, one gather of a small object over all ranks.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            _finish(pending)
+            with raise_on_all_ranks(self._everyone, "finishing the save before"):
+                pending.finish()
 
     def write(self, job: SaveJob) -> PendingSave:
         """Writes a checkpoint before it returns."""
-        self._helpers.start(job.request.num_writers - 1)
-        written: Future[str] = Future()
-        _call(written, job.run, self._group, self._helpers.map)
-        written.result()
-        return PendingSave(written)
+        pending = PendingSave()
+        pending.run(job, self._own_group)
+        pending.wait()
+        return pending
 
     def write_later(self, job: SaveJob) -> PendingSave:
         """Copies what a checkpoint holds to host memory, and writes it in the background."""
-        job.take_copies(self._buffers)
-        self._helpers.start(job.request.num_writers - 1)
-        if not self._thread.start(1):
-            return self.write(job)
-        self._pending = PendingSave(self._thread.submit(job.run, self._group, self._helpers.map))
+        with raise_on_all_ranks(self._everyone, "copying what is saved to host memory"):
+            job.take_copies()
+        self._pending = PendingSave()
         _UNFINISHED.append(self._pending)
+        arguments = (job, self._own_group)
+        threading.Thread(target=self._pending.run, args=arguments, name="shardwise-checkpoint").start()
         return self._pending
 
 
@@ -189,15 +138,7 @@ def finish_all_saves() -> None:
         LoadError: one failed, and its error has not been raised yet.
     """
     while _UNFINISHED:
-        _finish(_UNFINISHED[-1])
-
-
-def _finish(pending: PendingSave) -> None:
-    try:
-        pending.finish()
-    finally:
-        if pending in _UNFINISHED:
-            _UNFINISHED.remove(pending)
+        _UNFINISHED[-1].finish()
 
 
 def _own_group(mesh: Mesh) -> Group | None:

@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
-import functools
+import copy
+import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from shardwise.checkpoint.random_states import random_axes, read_random
 from shardwise.checkpoint.schedules import common_state
 from shardwise.checkpoint.tree import encode_tree
-from shardwise.errors import ConfigError, ShardwiseError, UnsupportedError
+from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.parameters.canonical import state_tensors
 from shardwise.parameters.registry import ParameterEntry, Registry, find_parameters, local_part
-from shardwise.parameters.replicas import Copies, balance_of
-from shardwise.parameters.source import unchanged_names
+from shardwise.parameters.replicas import Copies
 from shardwise.runtime.adapters import is_adapter
 from shardwise.runtime.same_batch import describe_steps
 from shardwise.sharding.boxes import Box, intersect, move, slices
-from shardwise.sharding.layout import Layout, Piece
+from shardwise.sharding.layout import Layout
 from shardwise.sharding.placement import Held, Replicate
-from shardwise.weights.foreign import open_weights
 from shardwise.weights.tensor_file import DTYPES
 
 __all__ = [
     "LocalShard",
     "OptimizerContent",
-    "RankFacts",
     "SaveInputs",
     "collect_inputs",
     "is_unsharded",
     "local_shards",
     "model_key",
-    "read_optimizer",
-    "read_source",
+    "named_groups",
     "slices_of",
     "state_key",
 ]
@@ -52,16 +48,14 @@ class LocalShard:
     Attributes:
         name: canonical name, that of the unsplit model.
         value: the parameter or buffer.
-        layout: of the canonical tensor over the ranks.
+        layout: of the full tensor over the ranks.
         entry: of the registry; None for a buffer, and for a frozen parameter that was added after the split.
-        is_known: whether every rank knows the layout, because the model was split with this tensor.
     """
 
     name: str
     value: Tensor
     layout: Layout
     entry: ParameterEntry | None
-    is_known: bool
 
 
 def model_key(name: str) -> str:
@@ -79,39 +73,37 @@ def local_shards(model: nn.Module, registry: Registry) -> dict[str, LocalShard]:
     models inside of `model`, which must be frozen, nothing.
 
     Raises:
-        UnsupportedError: they are not.
+        UnsupportedError: they are not, or two tensors have one name.
     """
-    held: dict[str, LocalShard] = {}
-    root = registry.model()
-    beside = _named_beside(model, root)
-    if clashing := sorted(beside.keys() & {*registry.entries, *state_tensors(model if root is None else root)}):
+    root = registry.model() or model
+    outside = _named_outside(model, root)
+    if clashing := sorted(outside.keys() & {*registry.entries, *state_tensors(root)}):
         raise UnsupportedError(
             f"a checkpoint in which {clashing[0]} is of the split model, and of the module around it",
             why="tensors are stored by the split model's own names",
             fix="give the one that is beside the split model another name",
         )
+    held: dict[str, LocalShard] = {}
     for name, parameter, entry in find_parameters(model):
-        if entry is not None and entry.registry is not registry:
-            if parameter.requires_grad:
-                raise UnsupportedError(
-                    f"a checkpoint of several models that are split and trained: {name} is of another than the first",
-                    why="tensors are stored by the names that one model gives them",
-                    fix="save each model by itself",
-                )
-        elif entry is None:
-            held[name] = LocalShard(name, parameter, Layout(tuple(parameter.shape)), None, False)
-        elif entry.is_held:
-            is_known = registry.entries.get(entry.fqn) is entry
-            held[entry.fqn] = LocalShard(entry.fqn, parameter, entry.layout, entry, is_known)
-    for name, value in {**state_tensors(model if root is None else root), **beside}.items():
+        if entry is None:
+            held[name] = LocalShard(name, parameter, Layout(tuple(parameter.shape)), None)
+        elif entry.registry is registry and entry.is_held:
+            held[entry.fqn] = LocalShard(entry.fqn, parameter, entry.layout, entry)
+        elif entry.registry is not registry and parameter.requires_grad:
+            raise UnsupportedError(
+                f"a checkpoint of several models that are split and trained: {name} is of another than the first",
+                why="tensors are stored by the names that one model gives them",
+                fix="save each model by itself",
+            )
+    for name, value in {**state_tensors(root), **outside}.items():
         if not isinstance(value, nn.Parameter) and name not in held:
-            held[name] = LocalShard(name, value, Layout(tuple(value.shape)), None, False)
+            held[name] = LocalShard(name, value, Layout(tuple(value.shape)), None)
     return held
 
 
-def _named_beside(model: nn.Module, root: nn.Module | None) -> dict[str, Tensor]:
+def _named_outside(model: nn.Module, root: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers of a wrapper around the split model `root` that are not in it, by name."""
-    if root is None or root is model:
+    if root is model:
         return {}
     split = [root, *(entry.registry.model() for _, _, entry in find_parameters(model) if entry is not None)]
     roots = {id(each): each for each in split if each is not None}.values()
@@ -127,18 +119,18 @@ def is_unsharded(layout: Layout) -> bool:
 def slices_of(
     layout: Layout, coords: Mapping[str, int], boxes: Iterable[Box]
 ) -> tuple[tuple[Box, tuple[slice, ...]], ...]:
-    """Boxes of the canonical tensor that this rank holds, each with where its elements are in the local tensor."""
+    """Boxes of the full tensor that this rank holds, each with where its elements are in the local tensor."""
     pieces = (*layout.pieces(coords), *layout.owned(coords))
-    return tuple((box, slices(_local_box(box, pieces))) for box in boxes)
 
+    def local_box(box: Box) -> Box:
+        return next(move(box, piece.full, piece.local) for piece in pieces if intersect(box, piece.full) == box)
 
-def _local_box(box: Box, pieces: tuple[Piece, ...]) -> Box:
-    return next(move(box, piece.full, piece.local) for piece in pieces if intersect(box, piece.full) == box)
+    return tuple((box, slices(local_box(box))) for box in boxes)
 
 
 @dataclass(frozen=True)
 class OptimizerContent:
-    """What an optimizer holds, by parameter.
+    """The states and options of an optimizer, by parameter.
 
     Attributes:
         class_name: the class's, with its module.
@@ -155,69 +147,70 @@ class OptimizerContent:
     tensors: dict[tuple[str, str], Tensor]
 
 
-def read_optimizer(optimizer: torch.optim.Optimizer, held: Mapping[str, LocalShard]) -> OptimizerContent:
-    """What `optimizer`, over parameters of the model, holds.
+def named_groups(
+    optimizer: torch.optim.Optimizer, shards: Mapping[str, LocalShard]
+) -> Iterator[tuple[dict[str, Any], list[LocalShard]]]:
+    """Every parameter group of an optimizer, with the model's parameters in it. Frozen others are left out.
 
     Raises:
-        ConfigError: it holds parameters that are not the model's, or options that are no JSON values.
-        UnsupportedError: a state has a dtype that safetensors files do not have, or the optimizer is torch's
-            `ZeroRedundancyOptimizer`.
+        ConfigError: it trains a parameter that is not the model's.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"the optimizer is a {type(optimizer).__name__}", fix="pass a torch.optim.Optimizer")
+    by_id = {id(each.value): each for each in shards.values()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and id(parameter) not in by_id:
+                raise ConfigError(
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's",
+                    fix="pass the model that holds all of its parameters",
+                )
+        yield group, [by_id[id(each)] for each in group["params"] if id(each) in by_id]
+
+
+def _read_optimizer(optimizer: torch.optim.Optimizer, shards: Mapping[str, LocalShard]) -> OptimizerContent:
     if isinstance(getattr(optimizer, "optim", None), torch.optim.Optimizer):
         raise UnsupportedError(
             f"a checkpoint of {type(optimizer).__name__}",
             why="its states are spread over data ranks by a plan of its own",
             fix="shard with the fsdp axis (FsdpPolicy(zero_stage=1)), or save what each rank holds by yourself",
         )
-    names = {id(each.value): each.name for each in held.values()}
     kind = type(optimizer)
     content = OptimizerContent(f"{kind.__module__}.{kind.__qualname__}", {}, {}, {})
-    for group in optimizer.param_groups:
+    for group, members in named_groups(optimizer, shards):
         given = {name: _plain(value) for name, value in group.items() if name not in ("params", "param_names")}
         options = encode_tree(given, "the optimizer's options", {})
-        for parameter in group["params"]:
-            if id(parameter) not in names and not parameter.requires_grad:
-                continue  # of a frozen model beside
-            if id(parameter) not in names:
-                raise ConfigError(
-                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's",
-                    fix="pass the model that holds all of its parameters, or save that optimizer's state in extra",
-                )
-            name = names[id(parameter)]
-            content.options[name] = options
-            _read_states(held[name], optimizer.state.get(parameter, {}), content)
+        for shard in members:
+            content.options[shard.name] = options
+            _read_states(shard, optimizer.state.get(shard.value, {}), content)
     return content
 
 
-def _read_states(held: LocalShard, states: Mapping[str, Any], content: OptimizerContent) -> None:
-    described = content.described.setdefault(held.name, {})
-    shape = tuple(local_part(held.value).shape)
+def _read_states(shard: LocalShard, states: Mapping[str, Any], content: OptimizerContent) -> None:
+    described = content.described.setdefault(shard.name, {})
+    shape = local_part(shard.value).shape
     for state, value in states.items():
+        what = f"the optimizer's {state} of {shard.name}"
         if not isinstance(value, Tensor):
             inner: dict[str, Tensor] = {}
-            described[state] = {"value": encode_tree(value, f"the optimizer's {state} of {held.name}", inner)}
+            described[state] = {"value": encode_tree(value, what, inner)}
             if inner:
-                raise UnsupportedError(f"the optimizer's {state} of {held.name} holds several tensors")
+                raise UnsupportedError(f"{what} holds several tensors")
             continue
-        local = local_part(value)
-        if type(local) not in (Tensor, nn.Parameter):
+        local = local_part(value).detach()
+        if type(local) is not Tensor or local.dtype not in DTYPES:
             raise UnsupportedError(
-                f"saving the optimizer's {state} of {held.name}, a {type(local).__name__}",
+                f"saving {what}, a {type(local).__name__} of {local.dtype}",
                 why="its values are stored in a form of its own, which other layouts could not divide",
                 fix="save the model alone, or train with an optimizer whose states are plain tensors",
             )
-        local = local.detach()
-        if local.dtype not in DTYPES:
-            raise UnsupportedError(f"the optimizer's {state} of {held.name} is {local.dtype}")
         dtype = str(local.dtype).removeprefix("torch.")
         if local.ndim == 0:
-            described[state] = {"scalar": encode_tree(local.item(), "a scalar", {}), "dtype": dtype}
+            described[state] = {"scalar": encode_tree(local.item(), what, {}), "dtype": dtype}
             continue
-        form = "like" if tuple(local.shape) == shape else "whole" if is_unsharded(held.layout) else "ranks"
+        form = "like" if local.shape == shape else "whole" if is_unsharded(shard.layout) else "ranks"
         described[state] = {form: dtype} if form == "like" else {form: dtype, "shape": list(local.shape)}
-        content.tensors[held.name, state] = local
+        content.tensors[shard.name, state] = local
 
 
 def _plain(option: Any) -> Any:
@@ -225,23 +218,6 @@ def _plain(option: Any) -> Any:
     if isinstance(option, Tensor):
         return option.item()
     return type(option)(map(_plain, option)) if type(option) in (list, tuple) else option
-
-
-@dataclass(frozen=True)
-class RankFacts:
-    """What the other ranks must know of this one to divide a save.
-
-    Attributes:
-        has_adapters: whether there are adapters in what this rank has of the model.
-        left_out: for each parameter of the registry, in its order, whether this rank lets it be left out: 1 or 0.
-        unknown: layouts of the tensors that not every rank knows.
-        buffers: names of the buffers.
-    """
-
-    has_adapters: bool
-    left_out: bytes
-    unknown: dict[str, Layout]
-    buffers: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -254,8 +230,7 @@ class SaveInputs:
         values: JSON values by name: `extra`, `scheduler`, `scheduler_class`, `loss_scale`, `random`.
         tensors: those in `values`, by key.
         random: states of this rank's random number generators, by key.
-        facts: for the other ranks.
-        request: texts, by what they describe, that must be the same on every rank.
+        companions: on rank 0, the contents of further files, by name.
     """
 
     shards: dict[str, LocalShard]
@@ -263,50 +238,55 @@ class SaveInputs:
     values: dict[str, Any]
     tensors: dict[str, Tensor]
     random: dict[str, Tensor]
-    facts: RankFacts
-    request: dict[str, str]
+    companions: dict[str, bytes]
+
+    def describe(self, registry: Registry) -> dict[str, str]:
+        """What must be the same on every rank, as text by name."""
+        values = {**self.values, "scheduler": common_state(self.values.get("scheduler"))}
+        others = {name: each.layout for name, each in self.shards.items() if name not in registry.entries}
+        layouts = {name: entry.layout for name, entry in registry.entries.items()} | others
+        return {
+            **describe_steps(registry.context),
+            "optimizer": self.optimizer.class_name if self.optimizer is not None else "",
+            **{name: json.dumps(value) for name, value in values.items()},
+            "the model's tensors": hashlib.sha256(repr(layouts).encode()).hexdigest(),
+        }
 
     def copies(self) -> Copies:
         """What has been trained: parameters, and states of the optimizer that have their shape."""
         for shard in self.shards.values():
             if shard.entry is not None and shard.value.requires_grad:
                 yield shard.name, shard.entry, local_part(shard.value)
-        states = self.optimizer.tensors if self.optimizer is not None else {}
-        for (name, state), value in states.items():
+        for (name, state), value in self.optimizer.tensors.items() if self.optimizer is not None else ():
             entry = self.shards[name].entry
             if entry is not None and value.shape == local_part(self.shards[name].value).shape:
                 yield f"the optimizer's {state} of {name}", entry, value
-
-    @functools.cached_property
-    def balance(self) -> int:
-        """See `balance_of`."""
-        return balance_of(self.copies())
 
 
 def collect_inputs(
     model: nn.Module,
     registry: Registry,
-    request: Mapping[str, Any],
     *,
     optimizer: torch.optim.Optimizer | None,
     scheduler: Any,
     loss_scale: Mapping[str, Any] | None,
     extra: Any,
+    companions: Callable[[], Mapping[str, bytes]],
 ) -> SaveInputs:
     """Collects what a save writes. Communicates nothing.
 
     Args:
-        request: what was asked for, which must be the same on every rank.
+        companions: makes further files besides the model's configuration, on rank 0.
 
     Raises:
         ConfigError: something cannot be saved, or adapters are merged into the weights at the moment.
-        UnsupportedError: several models inside of `model` are split and trained, or see `read_optimizer`.
+        UnsupportedError: an optimizer's state cannot be stored; see `local_shards`, too.
     """
     for name, module in model.named_modules():
         if is_adapter(module) and getattr(module, "merged_adapters", None):
             raise ConfigError(f"{name} has its adapters merged into its weight", fix="call unmerge_adapter() first")
     shards = local_shards(model, registry)
-    content = read_optimizer(optimizer, shards) if optimizer is not None else None
+    content = _read_optimizer(optimizer, shards) if optimizer is not None else None
     tensors: dict[str, Tensor] = {}
     values = {"extra": encode_tree(extra, "extra", tensors), "random": random_axes(registry.mesh)}
     if scheduler is not None:
@@ -316,44 +296,17 @@ def collect_inputs(
         values["scheduler_class"] = type(scheduler).__name__
     if loss_scale is not None:
         values["loss_scale"] = dict(loss_scale)
-    same = {
-        "the call": "save_checkpoint",
-        **describe_steps(registry.context),
-        **{name: str(value) for name, value in request.items()},
-        "optimizer": content.class_name if content is not None else "",
-        **{name: json.dumps(common_state(value) if name == "scheduler" else value) for name, value in values.items()},
-    }
-    facts = _read_facts(model, registry, shards, content)
-    return SaveInputs(shards, content, values, tensors, read_random(registry.mesh), facts, same)
+    files = {**_config_files(registry.model() or model), **companions()} if registry.mesh.position == 0 else {}
+    return SaveInputs(shards, content, values, tensors, read_random(registry.mesh), files)
 
 
-def read_source(registry: Registry) -> dict[str, str]:
-    """Name and digest of the files that a model's weights came from.
-
-    Rank 0 computes the digest of a directory that transformers has read. It is empty for what is not on this machine.
-    """
-    source = registry.source
-    if not source.digest and registry.mesh.position == 0 and source.name and Path(source.name).is_dir():
-        with suppress(ShardwiseError), open_weights(source.name) as index:
-            source = registry.source = replace(source, digest=index.digest())
-    return {"name": source.name, "digest": source.digest}
-
-
-def _read_facts(
-    model: nn.Module, registry: Registry, shards: Mapping[str, LocalShard], optimizer: OptimizerContent | None
-) -> RankFacts:
-    unchanged = unchanged_names(model, registry)
-    states = optimizer.described if optimizer is not None else {}
-
-    def may_be_left_out(name: str, entry: ParameterEntry) -> bool:
-        """Whether a parameter, or what this rank has of it, is frozen and can be read from its source again."""
-        if name not in shards:
-            return not entry.is_held
-        return not shards[name].value.requires_grad and name in unchanged and not states.get(name)
-
-    return RankFacts(
-        has_adapters=any(map(is_adapter, model.modules())),
-        left_out=bytes(may_be_left_out(name, entry) for name, entry in registry.entries.items()),
-        unknown={each.name: each.layout for each in shards.values() if not each.is_known},
-        buffers=tuple(each.name for each in shards.values() if not isinstance(each.value, nn.Parameter)),
-    )
+def _config_files(model: nn.Module) -> dict[str, bytes]:
+    """The model's configuration, as transformers would write it: with it, the weights are a model."""
+    if not isinstance(model, PreTrainedModel):
+        return {}
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    configs: dict[str, Any] = {"config.json": config}
+    if model.can_generate() and model.generation_config is not None:
+        configs["generation_config.json"] = model.generation_config
+    return {name: each.to_json_string(use_diff=True).encode() for name, each in configs.items()}

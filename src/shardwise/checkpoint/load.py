@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.collect import LocalShard, local_shards, model_key, read_source
+from shardwise.checkpoint.collect import LocalShard, local_shards, model_key, named_groups
 from shardwise.checkpoint.load_optimizer import OptimizerLoad, saved_options
-from shardwise.checkpoint.random_states import check_random, restore_random
+from shardwise.checkpoint.random_states import restore_random
 from shardwise.checkpoint.reader import StoredParts, open_checkpoint
 from shardwise.checkpoint.schedules import state_for_groups
 from shardwise.checkpoint.store import find_tag, root_of
 from shardwise.checkpoint.tree import decode_tree
-from shardwise.comm.agree import agree, check_calls, gather_from_all, raise_on_all_ranks
+from shardwise.comm.agree import agree_on, check_calls, gather_from_all, raise_on_all_ranks
 from shardwise.errors import LoadError
 from shardwise.mesh import Mesh
 from shardwise.parameters.at_rest import reshard
@@ -59,18 +57,14 @@ def check_same_target(target: LoadTarget, mesh: Mesh, *, verifies: bool = True) 
 
     Communicates: what `agree` does.
     """
+    kinds = {"the optimizer": target.optimizer, "the scheduler": target.scheduler}
     described = {
-        "the optimizer": _class_of(target.optimizer),
-        "the scheduler": _class_of(target.scheduler),
+        **{what: "none" if value is None else f"a {type(value).__name__}" for what, value in kinds.items()},
         "strict": str(target.strict),
         "verify": str(verifies),
         "whether the model is filled": str(target.fills_model),
     }
     check_calls(mesh.group(), described, doing="load_checkpoint")
-
-
-def _class_of(value: Any) -> str:
-    return "none" if value is None else f"a {type(value).__name__}"
 
 
 def open_on_all_ranks(path: Any, tag: str | None, mesh: Mesh | None, *, verifies: bool = True) -> StoredParts:
@@ -82,7 +76,7 @@ def open_on_all_ranks(path: Any, tag: str | None, mesh: Mesh | None, *, verifies
     Raises:
         LoadError: there is no such checkpoint, it is damaged, or ranks see different ones; the same on every rank.
 
-    Communicates: two gathers of small objects over all ranks.
+    Communicates: one gather of a small object over all ranks, and what `agree` does.
     """
     group = mesh.group() if mesh is not None else None
     is_first = group is None or group.rank() == 0
@@ -91,29 +85,22 @@ def open_on_all_ranks(path: Any, tag: str | None, mesh: Mesh | None, *, verifies
         root = root_of(path)
         return str(find_tag(root, tag).relative_to(root)) if is_first else None
 
-    found = gather_from_all(group, "looking for the checkpoint", find)
-    directory = root_of(path) / next(each for each in found if each is not None)
-    opened: list[StoredParts] = []
+    found = gather_from_all(group, "looking for the checkpoint", find)[0]
 
-    def open_it() -> bytes:
-        try:
-            opened.append(open_checkpoint(directory, verifies=verifies))
-            if is_first:
-                opened[0].check_all_files()
-        except LoadError as error:
-            error.summary = f"{error.summary} (rank {group.rank()})" if group is not None else error.summary
-            raise
-        return hashlib.sha256(repr(opened[0].manifest).encode()).digest()
+    def open_it() -> tuple[StoredParts, dict[str, str]]:
+        stored = open_checkpoint(root_of(path) / str(found), verifies=verifies)
+        if is_first:
+            stored.check_all_files()
+        return stored, {"the checkpoint": repr(stored.manifest)}
 
-    if len(set(gather_from_all(group, "opening the checkpoint", open_it))) > 1 and mesh is not None:
-        agree(
-            group,
-            {"the checkpoint": repr(opened[0].manifest)},
-            doing="opening the checkpoint",
-            what="ranks see different checkpoints",
-            fix="load from a directory that all machines share",
-        )
-    return opened[0]
+    return agree_on(
+        group,
+        open_it,
+        doing="opening the checkpoint",
+        what="ranks see different checkpoints",
+        fix="load from a directory that all machines share",
+        error=LoadError,
+    )
 
 
 def load_into(stored: StoredParts, target: LoadTarget, *, put: Put) -> Any:
@@ -148,7 +135,7 @@ def load_into(stored: StoredParts, target: LoadTarget, *, put: Put) -> Any:
                 _check_names(stored, everyone, registry.mesh, strict=target.strict)
                 _check_source(stored, everyone, registry, strict=target.strict)
             plan = LoadPlan(stored, target, registry, shards)
-        with raise_on_all_ranks(group, "filling the model"), _as_partial(stored), torch.no_grad():
+        with raise_on_all_ranks(group, "filling the model"), torch.no_grad():
             plan.apply(put)
     return plan.extra
 
@@ -161,7 +148,7 @@ class LoadPlan:
 
     Raises:
         ConfigError: the optimizer holds parameters that are not the model's.
-        LoadError: a tensor is damaged or not complete, or optimizer, scheduler or random states do not fit.
+        LoadError: a tensor is damaged or not complete, or optimizer or scheduler do not fit.
     """
 
     def __init__(
@@ -172,18 +159,15 @@ class LoadPlan:
         self.extra = decode_tree(values.get("extra"), stored.read_all("extra"))
         self._copies: dict[str, tuple[Copy, ...]] = {}
         self._optimizer: OptimizerLoad | None = None
-        self._schedule = None
         if registry is not None:
             coords, saved = registry.mesh.coords, _saved_names(stored)
             for name in (name for name in shards if name in saved and target.fills_model):
                 self._copies[name] = stored.plan(model_key(name), shards[name].layout.pieces(coords))
             if target.optimizer is not None:
                 self._optimizer = OptimizerLoad(stored, target.optimizer, shards, registry, strict=target.strict)
-        if target.scheduler is not None:
-            self._schedule = _read_schedule(stored, target.scheduler, shards)
+        has_schedule = target.scheduler is not None
+        self._schedule = _read_schedule(stored, target.scheduler, shards) if has_schedule else None
         self._random = stored.read_all("random/") if registry is not None else {}
-        if registry is not None:
-            check_random(registry.mesh, values.get("random", {}), self._random)
 
     def apply(self, put: Put) -> None:
         """Changes model, optimizer, scheduler and random states; see `load_into`."""
@@ -208,20 +192,6 @@ class LoadPlan:
             restore_random(registry.mesh, stored.index.values.get("random", {}), self._random)
 
 
-@contextmanager
-def _as_partial(stored: StoredParts) -> Iterator[None]:
-    """Raises an error that comes when all has been checked, such as too little memory, as one of a partial load."""
-    try:
-        yield
-    except Exception as error:
-        raise LoadError(
-            f"the checkpoint {stored.manifest.tag} is loaded in part",
-            at=str(stored.directory),
-            why=f"{type(error).__name__}: {error}"[:300],
-            fix="load again, or build model, optimizer and scheduler again: each may hold some of its values",
-        ) from error
-
-
 @dataclass(frozen=True)
 class _Differences:
     """What does not fit between a checkpoint and a model, as one rank sees it.
@@ -231,14 +201,12 @@ class _Differences:
         unexpected: names that only the checkpoint has.
         shapes: what to say of tensors of other shapes.
         changed: names of frozen parameters that the checkpoint leaves out, and that have changed since they were read.
-        source: digest of the files that the model was read from; empty where it is not known.
     """
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     shapes: tuple[str, ...]
     changed: tuple[str, ...]
-    source: str
 
 
 def _find_differences(
@@ -258,7 +226,6 @@ def _find_differences(
             if shape != shards[name].layout.shape
         ),
         changed=tuple(name for name in registry.entries if is_partial and name in left_out - unchanged),
-        source=read_source(registry)["digest"] if "source" in stored.index.values else "",
     )
 
 
@@ -290,19 +257,19 @@ def _check_names(stored: StoredParts, everyone: Sequence[_Differences], mesh: Me
 
 def _check_source(stored: StoredParts, everyone: Sequence[_Differences], registry: Registry, *, strict: bool) -> None:
     """Raises, or warns, where the adapters of a checkpoint were trained on another base than the model's."""
-    saved = stored.index.values.get("source")
+    saved, own = stored.index.values.get("source"), registry.source
     if saved is None:
         return
-    digests = {each.source for each in everyone if each.source}
-    changed = [name for each in everyone for name in each.changed]
-    if saved["digest"] and digests and digests != {saved["digest"]}:
-        why = f"its weights were read from {saved['name']!r}, the model's from other files: {registry.source.name!r}"
-    elif changed and (registry.source.name or registry.source.digest):
-        why = f"frozen weights have changed since they were read: {_shown(list(dict.fromkeys(changed)))}"
+    changed = list(dict.fromkeys(name for each in everyone for name in each.changed))
+    is_known = saved["digest"] and own.digest
+    if is_known and saved["digest"] != own.digest:
+        why = f"its weights were read from {saved['name']!r}, the model's from other files: {own.name!r}"
+    elif changed and (own.name or own.digest):
+        why = f"frozen weights have changed since they were read: {_shown(changed)}"
     else:
-        if not (saved["digest"] and digests) and saved["name"] != registry.source.name and registry.mesh.rank == 0:
+        if not is_known and saved["name"] != own.name and registry.mesh.rank == 0:
             say = "%s holds adapters of %r; nothing tells whether the model's base, %r, is the same"
-            logger.warning(say, stored.directory, saved["name"], registry.source.name)
+            logger.warning(say, stored.directory, saved["name"], own.name)
         return
     if strict:
         raise LoadError(
@@ -328,11 +295,8 @@ def _read_schedule(stored: StoredParts, scheduler: Any, shards: Mapping[str, Loc
         what = f"that of a {saved}" if saved else "none"
         raise LoadError(f"the checkpoint has no state of a {name}: {what}", at=str(stored.directory))
     state = decode_tree(values.get("scheduler"), stored.read_all("scheduler"))
-    expected = scheduler.state_dict()
-    if state.keys() != expected.keys():
-        lost = ", ".join(sorted(state.keys() ^ expected.keys()))
-        raise LoadError(f"the saved state of {name} has other entries: {lost}", at=str(stored.directory))
-    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
-    if groups is None or stored.index.optimizer is None:
+    optimizer = getattr(scheduler, "optimizer", None)
+    if optimizer is None or stored.index.optimizer is None or not shards:
         return state
-    return state_for_groups(state, [{**group, **saved_options(stored, group, shards)} for group in groups])
+    groups = named_groups(optimizer, shards)
+    return state_for_groups(state, [{**group, **saved_options(stored, members)} for group, members in groups])

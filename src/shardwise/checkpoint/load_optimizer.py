@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.collect import LocalShard, is_unsharded, model_key, state_key
+from shardwise.checkpoint.collect import LocalShard, is_unsharded, model_key, named_groups, state_key
 from shardwise.checkpoint.reader import StoredParts
 from shardwise.checkpoint.tree import decode_tree
-from shardwise.errors import ConfigError, LoadError
+from shardwise.errors import LoadError
 from shardwise.parameters.registry import Registry, local_part
 from shardwise.sharding.boxes import full_box
 from shardwise.sharding.layout import Piece
@@ -28,16 +27,11 @@ _HOW = ("foreach", "fused", "capturable", "differentiable")
 
 @dataclass(frozen=True)
 class _State:
-    """One state of one parameter: a tensor to be copied, or a value or number, which is there already."""
+    """One state of one parameter: a tensor's copies, or a value."""
 
-    held: LocalShard
-    parameter: Tensor
-    name: str
     facts: Mapping[str, Any]
     key: str = ""
     copies: tuple[Copy, ...] = ()
-    group: Mapping[str, Any] | None = None
-    value: Any = None
 
 
 class OptimizerLoad:
@@ -53,15 +47,14 @@ class OptimizerLoad:
         self,
         stored: StoredParts,
         optimizer: torch.optim.Optimizer,
-        held: Mapping[str, LocalShard],
+        shards: Mapping[str, LocalShard],
         registry: Registry,
         *,
         strict: bool,
     ) -> None:
-        self._stored, self._optimizer, self._registry = stored, optimizer, registry
-        self._groups: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
-        self._states: list[_State] = []
-        self._known: list[Tensor] = []
+        self._stored, self._optimizer, self._mesh = stored, optimizer, registry.mesh
+        self._groups: list[tuple[dict[str, Any], Mapping[str, Any], dict[str, dict[str, _State]]]] = []
+        self._shards = shards
         kind = type(optimizer)
         own, saved = f"{kind.__module__}.{kind.__qualname__}", stored.index.optimizer
         if saved is None or saved["class"] != own:
@@ -71,25 +64,12 @@ class OptimizerLoad:
                 at=str(stored.directory),
                 fix="build the optimizer that was saved, or load without one",
             )
-        names = {id(each.value): each for each in held.values()}
-        unknown: list[str] = []
-        for group in optimizer.param_groups:
-            trained = [each for each in group["params"] if each.requires_grad]
-            if strays := [parameter for parameter in trained if id(parameter) not in names]:
-                raise ConfigError(
-                    f"the optimizer holds a parameter of shape {tuple(strays[0].shape)} that is not the model's",
-                    fix="pass the model that holds all of its parameters",
-                )
-            found = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
-            unknown += [
-                each.name for each in found if each.value.requires_grad and each.name not in saved["parameters"]
-            ]
-            known = [each for each in found if each.name in saved["parameters"]]
-            if options := saved_options(stored, group, held):
-                self._groups.append((group, options))
-            self._known += [each.value for each in known]
-            for each in known:
-                self._add(each, saved["parameters"][each.name]["states"], group)
+        parameters, unknown = saved["parameters"], list[str]()
+        for group, members in named_groups(optimizer, shards):
+            unknown += [each.name for each in members if each.value.requires_grad and each.name not in parameters]
+            known = [each for each in members if each.name in parameters]
+            states = {each.name: self._plan_states(each, parameters[each.name]["states"]) for each in known}
+            self._groups.append((group, saved_options(stored, members), states))
         if unknown and strict:
             raise LoadError(
                 f"the checkpoint has no optimizer state of {len(unknown)} parameters",
@@ -98,94 +78,76 @@ class OptimizerLoad:
                 fix="train the parameters that were trained, or pass strict=False",
             )
 
-    def _add(self, held: LocalShard, states: Mapping[str, Mapping[str, Any]], group: Mapping[str, Any]) -> None:
-        pieces = held.layout.pieces(self._registry.mesh.coords) if states else ()
+    def _plan_states(self, shard: LocalShard, states: Mapping[str, Mapping[str, Any]]) -> dict[str, _State]:
+        found = {}
         for name, facts in states.items():
-            key = state_key(held.name, name)
-            copies: tuple[Copy, ...] = ()
-            value = decode_tree(facts.get("scalar", facts.get("value")), {})
-            if "scalar" in facts:
-                value = torch.tensor(value, dtype=getattr(torch, facts["dtype"]))
-            if "like" in facts:
-                copies = self._stored.plan(key, pieces)
-            elif "whole" in facts or "ranks" in facts:
-                key = self._placed(key, held, facts)
-                stored = self._stored.index.tensors.get(key)
-                box = full_box(stored.shape if stored is not None else ())
-                copies = self._stored.plan(key, [Piece(box, box)])
-            self._states.append(_State(held, held.value, name, facts, key, copies, group, value))
+            key, pieces = state_key(shard.name, name), shard.layout.pieces(self._mesh.coords)
+            if "whole" in facts or "ranks" in facts:
+                key = self._key_of_other_shape(key, shard, facts)
+                box = full_box(tuple(facts["shape"]))
+                pieces = (Piece(box, box),)
+            is_value = "value" in facts or "scalar" in facts
+            found[name] = _State(facts, key, () if is_value else self._stored.plan(key, pieces))
+        return found
 
-    def _placed(self, key: str, held: LocalShard, facts: Mapping[str, Any]) -> str:
+    def _key_of_other_shape(self, key: str, shard: LocalShard, facts: Mapping[str, Any]) -> str:
         """The key of a state that has not the parameter's shape, where it can be used here at all."""
-        if "whole" in facts and is_unsharded(held.layout):
+        saved_with = self._stored.manifest.layout
+        if "whole" in facts and is_unsharded(shard.layout):
             return key
-        stored = self._stored.index.tensors.get(model_key(held.name))
-        mesh = self._registry.mesh
-        is_same = (
-            stored is not None and stored.layout == held.layout and self._stored.manifest.layout == str(mesh.shape)
-        )
+        stored = self._stored.index.tensors.get(model_key(shard.name))
+        is_same = stored is not None and stored.layout == shard.layout and saved_with == str(self._mesh.shape)
         if "ranks" in facts and is_same:
-            return f"{key}@{mesh.position}"
+            return f"{key}@{self._mesh.position}"
         raise LoadError(
             f"the optimizer's state {key.removeprefix('optimizer/')} fits no layout but its own",
             at=str(self._stored.directory),
             why=f"its shape {facts['shape']} is not the parameter's, so nobody can say how it is divided; it was\n"
-            f"saved with {self._stored.manifest.layout}, this is {mesh.shape}",
-            fix=f"load it with layout {self._stored.manifest.layout}, or load without the optimizer",
+            f"saved with {saved_with}, this is {self._mesh.shape}",
+            fix=f"load it with layout {saved_with}, or load without the optimizer",
         )
 
     def apply(self) -> None:
         """Puts options and states into the optimizer."""
-        for group, options in self._groups:
+        for group, options, states in self._groups:
             for name, value in options.items():
                 if name not in _HOW:
                     group[name] = _like(group.get(name), value)
-        fresh: dict[int, dict[str, Any]] = {id(parameter): {} for parameter in self._known}
-        for each in self._states:
-            old = self._optimizer.state.get(each.parameter, {}).get(each.name)
-            fresh[id(each.parameter)][each.name] = self._made(each, old)
-        for parameter in self._known:
-            self._optimizer.state.pop(parameter, None)
-            if fresh[id(parameter)]:
-                self._optimizer.state[parameter] = fresh[id(parameter)]
+            for name, planned in states.items():
+                shard = self._shards[name]
+                self._optimizer.state.pop(shard.value, None)
+                if planned:
+                    made = {state: self._make(each, shard, group) for state, each in planned.items()}
+                    self._optimizer.state[shard.value] = made
 
-    def _made(self, state: _State, old: Any) -> Any:
-        facts = state.facts
-        local = local_part(state.parameter)
+    def _make(self, state: _State, shard: LocalShard, group: Mapping[str, Any]) -> Any:
+        facts, local = state.facts, local_part(shard.value).detach()
         if "value" in facts:
-            return _like(old, state.value)
+            return decode_tree(facts["value"], {})
         if "scalar" in facts:
-            on_device = any(state.group.get(name) for name in ("capturable", "fused")) if state.group else False
-            device = old.device if isinstance(old, Tensor) else local.device if on_device else "cpu"
-            return state.value.to(device)
-        stored = self._stored.index.tensors[state.key]
+            device = local.device if group.get("capturable") or group.get("fused") else "cpu"
+            return torch.tensor(decode_tree(facts["scalar"], {}), dtype=getattr(torch, facts["dtype"]), device=device)
+        tensors = self._stored.index.tensors
+        dtype = tensors[state.key].dtype
         if "like" not in facts:
-            made = torch.empty(stored.shape, dtype=stored.dtype, device=local.device)
+            made = torch.empty(tensors[state.key].shape, dtype=dtype, device=local.device)
             self._stored.fill(made, state.key, state.copies)
             return made
-        follows = stored.dtype == self._stored.index.tensors[model_key(state.held.name)].dtype
-        dtype = local.dtype if follows else stored.dtype
-        is_alike = isinstance(old, DTensor) == isinstance(state.parameter, DTensor)
-        if isinstance(old, Tensor) and old.dtype == dtype and is_alike:
-            there = local_part(old).detach()
-            if there.shape == local.shape:
-                self._stored.fill(there, state.key, state.copies)
-                return old
-        made = torch.empty_like(local, dtype=dtype)
+        follows = dtype == tensors[model_key(shard.name)].dtype  # a moment of a bfloat16 parameter is bfloat16
+        made = torch.empty_like(local, dtype=local.dtype if follows else dtype)
         self._stored.fill(made, state.key, state.copies)
-        return state.held.entry.wrap(made) if state.held.entry is not None else made
+        return shard.entry.wrap(made) if shard.entry is not None else made
 
 
-def saved_options(stored: StoredParts, group: Mapping[str, Any], shards: Mapping[str, LocalShard]) -> Mapping[str, Any]:
-    """The options that the parameters of an optimizer's group were saved with; none where none of them was.
+def saved_options(stored: StoredParts, shards: Iterable[LocalShard]) -> Mapping[str, Any]:
+    """The options that parameters of one group were saved with; none where none of them was.
 
     Raises:
         LoadError: they were saved with different options.
     """
     saved = stored.index.optimizer or {"parameters": {}}
-    names = {id(each.value): each.name for each in shards.values()}
-    known = [names[id(each)] for each in group["params"] if names.get(id(each)) in saved["parameters"]]
-    numbers = {saved["parameters"][name]["group"]: name for name in known}
+    parameters = saved["parameters"]
+    numbers = {parameters[each.name]["group"]: each.name for each in shards if each.name in parameters}
     options = [decode_tree(saved["groups"][number], {}) for number in numbers]
     if len({json.dumps({k: str(value) for k, value in each.items() if k not in _HOW}) for each in options}) > 1:
         raise LoadError(

@@ -17,12 +17,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from shardwise.errors import LoadError
 from shardwise.mesh import Mesh
 
-__all__ = ["check_random", "random_axes", "read_random", "restore_random"]
-
-_PREFIX = "random"
+__all__ = ["random_axes", "read_random", "restore_random"]
 
 
 def random_axes(mesh: Mesh) -> dict[str, int]:
@@ -30,54 +27,33 @@ def random_axes(mesh: Mesh) -> dict[str, int]:
     return {"pp": mesh.size("pp"), "data": mesh.data_size, "cp": mesh.size("cp")}
 
 
-def read_random(mesh: Mesh, *, of_every_rank: bool = False) -> dict[str, Tensor]:
-    """The states of this rank's streams by their keys; where another rank's are the same, none, or those."""
-    if mesh.coord("tp") and not of_every_rank:
+def read_random(mesh: Mesh) -> dict[str, Tensor]:
+    """The states of this rank's streams by their keys; none where an earlier tp rank has the same."""
+    if mesh.coord("tp"):
         return {}
     state: Any = numpy.random.get_state()
     _, keys, *rest = state
     version, numbers, gauss = random.getstate()
-    place = _place(mesh)
     found = {
-        f"{place}/torch": torch.get_rng_state(),
-        f"{place}/numpy": torch.tensor([*keys.tolist(), int(rest[0]), int(rest[1])], dtype=torch.int64),
-        f"{place}/numpy_gauss": torch.tensor([float(rest[2])], dtype=torch.float64),
-        f"{place}/python": torch.tensor([version, *numbers], dtype=torch.int64),
+        "torch": torch.get_rng_state(),
+        "numpy": torch.tensor([*keys.tolist(), int(rest[0]), int(rest[1])], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([float(rest[2])], dtype=torch.float64),
+        "python": torch.tensor([version, *numbers], dtype=torch.int64),
     }
     if gauss is not None:
-        found[f"{place}/python_gauss"] = torch.tensor([gauss], dtype=torch.float64)
+        found["python_gauss"] = torch.tensor([gauss], dtype=torch.float64)
     if mesh.device.type == "cuda":
-        found[f"{place}/cuda"] = torch.cuda.get_rng_state(mesh.device)
-    return found
-
-
-def check_random(mesh: Mesh, saved_axes: Mapping[str, Any], saved: Mapping[str, Tensor]) -> None:
-    """Raises unless what is saved of this rank's streams can be put into them.
-
-    Raises:
-        LoadError: a state is missing, or has another form than this machine's.
-    """
-    if (own := _own_states(mesh, saved_axes, saved)) is None:
-        return
-    for key, value in read_random(mesh, of_every_rank=True).items():
-        kind = key.rpartition("/")[2]
-        found = own.get(kind)
-        if kind in ("cuda", "python_gauss") and found is None:
-            continue
-        if found is None or (found.dtype, found.shape) != (value.dtype, value.shape):
-            what = "missing" if found is None else f"{found.dtype} of shape {list(found.shape)}"
-            raise LoadError(
-                f"the random state {kind} of the checkpoint is {what}",
-                why=f"here it is {value.dtype} of shape {list(value.shape)}",
-                fix="load it with the version of torch that saved it",
-            )
+        found["cuda"] = torch.cuda.get_rng_state(mesh.device)
+    return {f"{_place(mesh)}/{kind}": value for kind, value in found.items()}
 
 
 def restore_random(mesh: Mesh, saved_axes: Mapping[str, Any], saved: Mapping[str, Tensor]) -> None:
     """Continues this rank's streams from the states `saved`, by their keys, or begins them again where the ranks that
     saved them were arranged otherwise; see the module.
     """
-    if (own := _own_states(mesh, saved_axes, saved)) is None:
+    place = f"{_place(mesh)}/"
+    own = {key.removeprefix(place): value for key, value in saved.items() if key.startswith(place)}
+    if dict(saved_axes) != random_axes(mesh):
         _restart_streams(mesh, saved)
         return
     torch.set_rng_state(own["torch"].clone())
@@ -91,19 +67,9 @@ def restore_random(mesh: Mesh, saved_axes: Mapping[str, Any], saved: Mapping[str
         torch.cuda.set_rng_state(own["cuda"].clone(), mesh.device)
 
 
-def _own_states(mesh: Mesh, saved_axes: Mapping[str, Any], saved: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """The states of this rank's streams by their kinds, None where they cannot be continued."""
-    prefix = f"{_place(mesh)}/"
-    own = {key.removeprefix(prefix): value for key, value in saved.items() if key.startswith(prefix)}
-    return own if dict(saved_axes) == random_axes(mesh) and "torch" in own else None
-
-
 def _restart_streams(mesh: Mesh, saved: Mapping[str, Tensor]) -> None:
-    digest = hashlib.sha256(f"{mesh.data_rank}".encode())
-    for key in sorted(saved):
-        if key.endswith("/torch"):
-            digest.update(saved[key].numpy().tobytes())
-            break
+    first = min(key for key in saved if key.endswith("/torch"))
+    digest = hashlib.sha256(f"{mesh.data_rank}".encode() + saved[first].numpy().tobytes())
     seed = int.from_bytes(digest.digest()[:8], "little") >> 1
     torch.manual_seed(seed)
     numpy.random.seed(seed % 2**32)
@@ -111,4 +77,4 @@ def _restart_streams(mesh: Mesh, saved: Mapping[str, Tensor]) -> None:
 
 
 def _place(mesh: Mesh) -> str:
-    return f"{_PREFIX}/{mesh.coord('pp')}.{mesh.coord('cp')}.{mesh.data_rank}"
+    return f"random/{mesh.coord('pp')}.{mesh.coord('cp')}.{mesh.data_rank}"

@@ -18,7 +18,7 @@ __all__ = ["common_state", "state_for_groups"]
 
 _OPTIONS = {"base_lrs": "initial_lr", "_last_lr": "lr"}
 """Lists of torch's schedulers, and the option of a group that each repeats."""
-_ALIKE = ("min_lrs", "lr_lambdas")
+_EQUAL = ("min_lrs", "lr_lambdas")
 """Lists that no option repeats: they fit other groups where all entries are equal."""
 _INNER = "_schedulers"
 
@@ -28,10 +28,9 @@ def common_state(state: Any) -> Any:
     if not isinstance(state, Mapping):
         return state
     found = {name: value for name, value in state.items() if name not in _OPTIONS}
-    for name in _ALIKE:
-        if isinstance(found.get(name), list):
-            found[name] = found[name][:1] if _are_equal(found[name]) else found[name]
-    if isinstance(found.get(_INNER), list):
+    for name in found.keys() & {*_EQUAL}:
+        found[name] = found[name][:1] if _are_equal(found[name]) else found[name]
+    if _INNER in found:
         found[_INNER] = [common_state(each) for each in found[_INNER]]
     return found
 
@@ -48,13 +47,12 @@ def state_for_groups(state: Any, groups: Sequence[Mapping[str, Any]], *, is_inne
     if not isinstance(state, Mapping):
         return state
     found = dict(state)
-    for name, option in _OPTIONS.items():
-        values = [group.get(option) for group in groups]
-        is_kept = is_inner and isinstance(found.get(name), list) and len(found[name]) == len(groups)
-        if isinstance(found.get(name), list) and None not in values and not is_kept:
+    for name in found.keys() & _OPTIONS.keys():
+        values = [group.get(_OPTIONS[name]) for group in groups]
+        if None not in values and not (is_inner and len(found[name]) == len(groups)):
             found[name] = [value.clone() if isinstance(value, Tensor) else value for value in values]
-    for name in _ALIKE:
-        if isinstance(found.get(name), list) and len(found[name]) != len(groups):
+    for name in found.keys() & {*_EQUAL}:
+        if len(found[name]) != len(groups):
             if not _are_equal(found[name]):
                 raise LoadError(
                     f"the scheduler's {name} differ, and were of other parameter groups",
@@ -62,10 +60,10 @@ def state_for_groups(state: Any, groups: Sequence[Mapping[str, Any]], *, is_inne
                     fix="load it with the layout it was saved with, or build the scheduler again",
                 )
             found[name] = found[name][:1] * len(groups)
-    if isinstance(found.get(_INNER), list):
+    if _INNER in found:
         found[_INNER] = [state_for_groups(each, groups, is_inner=True) for each in found[_INNER]]
     return found
 
 
-def _are_equal(values: list[Any]) -> bool:
+def _are_equal(values: Sequence[Any]) -> bool:
     return all(each == values[0] for each in values)

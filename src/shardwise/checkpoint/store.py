@@ -8,13 +8,11 @@ import os
 import re
 import shutil
 import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.manifest import INDEX, MANIFEST, Manifest, read_manifest
+from shardwise.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from shardwise.errors import ConfigError, LoadError, did_you_mean
 from shardwise.weights.kinds import describe_kind
 from shardwise.weights.staging import find_asides, is_url, leftovers
@@ -30,47 +28,27 @@ __all__ = [
     "lock",
     "prune",
     "root_of",
-    "writing",
 ]
 
 logger = logging.getLogger("shardwise.checkpoint")
 
 LATEST = "latest"
 _LOCK = ".lock"
-_TENSORS = re.compile(r"rank-\d+(-\d+)?\.safetensors")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,99}")
-_LOCKS: dict[tuple[int, Path], int] = {}
-"""Files locked by this process (its id), until it ends: a job that saves goes on to save."""
-_WRITING: dict[Path, threading.Lock] = {}
-"""Held while a checkpoint is written to a directory: this process may have several meshes that save there."""
+_NO_TAGS = (LATEST, "lost+found")  # a volume's own directory, which only root may look into
+_LOCKS: dict[Path, int] = {}
+"""Files locked by this process, until it ends: a job that saves goes on to save."""
 
 
 def root_of(path: Any) -> Path:
     """`path` as the absolute path of a directory of checkpoints.
 
     Raises:
-        ConfigError: it cannot be a path.
+        ConfigError: it is no path, or a URL.
     """
-    try:
-        found = Path(path).expanduser().absolute()
-        str(found).encode()
-    except (OSError, TypeError, RuntimeError, UnicodeEncodeError) as error:  # ~ of nobody; no directory to be in
-        raise ConfigError(
-            f"{path!r:.100} cannot be the path of checkpoints", why=str(error), fix="pass a str or pathlib.Path"
-        ) from error
-    wrong = "it has a NUL in it" if "\0" in str(found) else "it is a URL" if is_url(path) else ""
-    if wrong:
-        raise ConfigError(
-            f"{path!r:.100} cannot be the path of checkpoints", why=wrong, fix="name a directory of a file system"
-        )
-    return found
-
-
-@contextmanager
-def writing(root: Path) -> Iterator[None]:
-    """Waits until nothing of this process writes to `root`, and keeps it so during the block. On one rank of a job."""
-    with _WRITING.setdefault(root.resolve(), threading.Lock()):
-        yield
+    if not isinstance(path, str | os.PathLike) or is_url(path):
+        raise ConfigError(f"{path!r:.100} cannot be the path of checkpoints", fix="pass a directory as str or Path")
+    return Path(path).expanduser().absolute()
 
 
 def check_tag(tag: str) -> str:
@@ -79,7 +57,7 @@ def check_tag(tag: str) -> str:
     Raises:
         ConfigError: it cannot: it would lead out of the directory, or be taken for something else there.
     """
-    if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == LATEST:
+    if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag in _NO_TAGS:
         raise ConfigError(
             f"{tag!r:.102} cannot be the tag of a checkpoint",
             why="it names a directory: up to 100 letters, digits and _.=+-, beginning with a letter, digit or _, and\n"
@@ -95,19 +73,11 @@ def find_tags(root: Path) -> dict[str, Path]:
     One that a crash left beside its place, because it was about to be replaced, is found there.
     """
     try:
-        found = {each.name: each for each in root.iterdir() if _TAG.fullmatch(each.name) and each.name != LATEST}
-        asides = find_asides(root)
+        found = {each.name: each for each in root.iterdir() if _TAG.fullmatch(each.name) and each.name not in _NO_TAGS}
+        places = {**find_asides(root), **found}
+        return {tag: path for tag, path in places.items() if (path / MANIFEST).is_file()}
     except OSError as error:
         raise LoadError(f"cannot look into {root}", why=str(error), fix="pass a directory of checkpoints") from error
-    tags = {**{tag: path for tag, path in asides.items() if tag not in found}, **found}
-    return {tag: path for tag, path in tags.items() if _may_be_checkpoint(path)}
-
-
-def _may_be_checkpoint(path: Path) -> bool:
-    try:
-        return (path / MANIFEST).is_file()
-    except PermissionError:
-        return path.name != "lost+found"  # what is in there cannot be told: who reads it is
 
 
 def list_checkpoints(root: Path) -> list[tuple[str, Path, Manifest | LoadError]]:
@@ -127,12 +97,11 @@ def find_tag(root: Path, tag: str | None) -> Path:
 
     Raises:
         ConfigError: it cannot be a tag.
-        LoadError: there is none, or the newest one's manifest is damaged.
+        LoadError: there is none, or no manifest can be read.
     """
     if tag is not None:
-        check_tag(tag)
         tags = find_tags(root)
-        if tag not in tags:
+        if check_tag(tag) not in tags:
             said = {"why": f"there are {', '.join(sorted(tags)[-5:])}"} if tags else describe_kind(root)
             raise LoadError(
                 f"no checkpoint {tag!r}{did_you_mean(tag, tags)}", at=str(root), **(said or {"why": "there are none"})
@@ -159,11 +128,8 @@ def lock(root: Path) -> None:
     """
     root.mkdir(parents=True, exist_ok=True)
     place = root.resolve() / _LOCK
-    held = _LOCKS.get((os.getpid(), place))
-    if held is not None:
-        if place.exists() and os.path.samestat(os.fstat(held), place.stat()):
-            return
-        os.close(_LOCKS.pop((os.getpid(), place)))  # somebody has deleted the directory
+    if place in _LOCKS and place.exists():
+        return
     descriptor = os.open(place, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -181,19 +147,16 @@ def lock(root: Path) -> None:
         logger.warning("%s cannot be locked (%s): let no other job save there", root, error)
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    _LOCKS[os.getpid(), place] = descriptor
+    _LOCKS[place] = descriptor
 
 
 def clean(root: Path) -> None:
     """Removes what crashes of saves have left: `root` is this job's, and it saves nothing now. Others may export or
     convert to a place in it meanwhile.
     """
-    for path in leftovers(root):
+    replaced = [path for tag, path in find_asides(root).items() if (root / tag / MANIFEST).is_file()]
+    for path in (*leftovers(root), *replaced):
         shutil.rmtree(path, ignore_errors=True)
-    for tag, path in find_asides(root).items():
-        is_lost = not (path / MANIFEST).is_file() and _holds_checkpoint(path)
-        if is_lost or (root / tag / MANIFEST).is_file():
-            shutil.rmtree(path, ignore_errors=True)
     for path in root.glob(f".{LATEST}.partial-*"):
         path.unlink(missing_ok=True)
 
@@ -202,22 +165,16 @@ def check_place(target: Path) -> None:
     """Raises where a checkpoint would take the place of a directory that is none.
 
     Raises:
-        LoadError: `target` is a directory in which nothing looks like a file of a checkpoint.
+        LoadError: `target` is a directory without a manifest, and not empty.
     """
-    if not _holds_checkpoint(target):
-        names = [each.name for each in target.iterdir()]
+    names = [each.name for each in target.iterdir()] if target.is_dir() else []
+    if names and MANIFEST not in names:
         raise LoadError(
             f"{target.name} is there already, and is no checkpoint",
             at=str(target),
             why=f"it holds {', '.join(sorted(names)[:3])}, which would be lost",
             fix="pass another tag, or move it away",
         )
-
-
-def _holds_checkpoint(path: Path) -> bool:
-    """Whether a directory is empty, or holds something that looks like a file of a checkpoint."""
-    names = [each.name for each in path.iterdir()] if path.is_dir() else []
-    return not names or any(name in (MANIFEST, INDEX) or _TENSORS.fullmatch(name) for name in names)
 
 
 def prune(root: Path, *, keep_last: int, keep_every: int | None = None) -> None:

@@ -16,18 +16,15 @@ from shardwise.weights.tensor_file import DTYPES
 __all__ = ["decode_tree", "encode_tree"]
 
 _TAG = "$"
-_MOST_DEEP = 100
-_MOST_DEEP_JSON = 3 * _MOST_DEEP  # a dict whose keys are no text takes three levels of JSON
-_MOST_BITS = 10_000
 
 
-def encode_tree(value: Any, at: str, tensors: dict[str, Tensor], depth: int = 0) -> Any:
+def encode_tree(value: Any, at: str, tensors: dict[str, Tensor]) -> Any:
     """`value` as what `json.dumps` takes. Tensors go into `tensors`, detached, by their place.
 
     Args:
         value: JSON values, tuples, sets, dicts with keys of any of these, Counters, floats that are not finite,
-            tensors.
-        at: what it is, for keys and messages: `extra`.
+            tensors, numpy's numbers.
+        at: the place of `value`, for keys and messages: `extra`.
         tensors: is added to.
 
     Raises:
@@ -35,36 +32,36 @@ def encode_tree(value: Any, at: str, tensors: dict[str, Tensor], depth: int = 0)
     """
     if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, int) and type(value) is int:
-        if value.bit_length() > _MOST_BITS:
-            raise ConfigError(f"{at} is a number of {value.bit_length():,} bits", fix=f"save at most {_MOST_BITS:,}")
+    if type(value) is int:
         return value
-    if isinstance(value, float) and type(value) is float:
+    if type(value) is float:
         return value if math.isfinite(value) else {_TAG: "float", "is": repr(value)}
-    if depth > _MOST_DEEP:
-        raise ConfigError(f"{at} is nested more than {_MOST_DEEP} times", why="it may hold itself")
     if isinstance(value, Tensor):
-        _check_tensor(value, at)
+        is_plain = value.layout == torch.strided and value.dtype in DTYPES and not value.is_meta
+        if not is_plain or type(value) not in (Tensor, nn.Parameter, nn.Buffer):
+            raise ConfigError(
+                f"{at} is a {type(value).__name__} of {value.dtype} and layout {value.layout} on {value.device}",
+                fix="save a plain tensor, such as .to_dense() or .full_tensor() makes",
+            )
         at = at.encode(errors="backslashreplace").decode()  # safetensors' names are UTF-8
         while at in tensors:  # a dot in a key: {"a.b": …, "a": {"b": …}}
             at += "'"
         tensors[at] = value.detach().resolve_conj().resolve_neg()
         return {_TAG: "tensor", "is": at}
     if isinstance(value, Mapping):
-        kinds = {dict: "dict", collections.OrderedDict: "dict", collections.Counter: "counter"}
-        kind = kinds.get(type(value), "dict")
+        kind = "counter" if isinstance(value, collections.Counter) else "dict"
         if kind == "dict" and all(isinstance(key, str) for key in value) and _TAG not in value:
-            return {key: encode_tree(each, f"{at}.{key}", tensors, depth + 1) for key, each in value.items()}
+            return {key: encode_tree(each, f"{at}.{key}", tensors) for key, each in value.items()}
         pairs = [
-            [encode_tree(key, f"{at} key", tensors, depth + 1), encode_tree(each, f"{at}.{key}", tensors, depth + 1)]
+            [encode_tree(key, f"{at} key", tensors), encode_tree(each, f"{at}.{key}", tensors)]
             for key, each in value.items()
         ]
         return {_TAG: kind, "is": pairs}
     if isinstance(value, list | tuple | set | frozenset):
-        items = [encode_tree(each, f"{at}.{number}", tensors, depth + 1) for number, each in enumerate(value)]
+        items = [encode_tree(each, f"{at}.{number}", tensors) for number, each in enumerate(value)]
         return items if isinstance(value, list) else {_TAG: "tuple" if isinstance(value, tuple) else "set", "is": items}
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a number of numpy's
-        return encode_tree(value.item(), at, tensors, depth + 1)
+        return encode_tree(value.item(), at, tensors)
     raise ConfigError(
         f"{at} is a {type(value).__name__}",
         why="a checkpoint holds JSON values and tensors; anything else would have to be pickled, and run to be read",
@@ -72,45 +69,24 @@ def encode_tree(value: Any, at: str, tensors: dict[str, Tensor], depth: int = 0)
     )
 
 
-def _check_tensor(value: Tensor, at: str) -> None:
-    """Raises unless it is a tensor that a file can hold."""
-    kind = type(value).__name__
-    if value.layout != torch.strided or value.is_quantized or value.dtype not in DTYPES:
-        what = f"a tensor of {value.dtype} and layout {value.layout}"
-    elif value.is_meta:
-        what = "a tensor without values, on the meta device"
-    elif type(value) not in (Tensor, nn.Parameter, nn.Buffer):
-        what = f"a {kind}"
-    else:
-        return
-    raise ConfigError(f"{at} is {what}", fix="save a plain tensor, such as .to_dense() or .full_tensor() makes")
-
-
-def decode_tree(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Any:
+def decode_tree(data: Any, tensors: Mapping[str, Tensor]) -> Any:
     """The value that `encode_tree` wrote as `data`.
 
     Raises:
-        LoadError: `data` is no such value.
+        LoadError: a later version wrote a kind of value that this one does not know.
     """
-    if depth > _MOST_DEEP_JSON:
-        raise LoadError("the checkpoint holds a value of no known kind", why=f"nested more than {depth - 1} times")
     if isinstance(data, list):
-        return [decode_tree(each, tensors, depth + 1) for each in data]
+        return [decode_tree(each, tensors) for each in data]
     if not isinstance(data, dict):
         return data
     if _TAG not in data:
-        return {key: decode_tree(each, tensors, depth + 1) for key, each in data.items()}
-    kind: Any = data[_TAG]
-    inner: Any = data.get("is")
-    try:
-        if kind == "float":
-            return float(inner)
-        if kind == "tensor":
-            return tensors[inner]
-        items = [decode_tree(each, tensors, depth + 1) for each in inner]
-        if kind in ("dict", "counter"):
-            found = dict(items)
-            return found if kind == "dict" else collections.Counter(found)
-        return {"tuple": tuple, "set": set}[kind](items)
-    except (KeyError, TypeError, ValueError) as error:
-        raise LoadError("the checkpoint holds a value of no known kind", at=str(data)[:100], why=repr(error)) from error
+        return {key: decode_tree(each, tensors) for key, each in data.items()}
+    kind, inner = data[_TAG], data["is"]
+    if kind == "float":
+        return float(inner)
+    if kind == "tensor":
+        return tensors[inner]
+    made: dict[Any, Any] = {"tuple": tuple, "set": set, "dict": dict, "counter": lambda x: collections.Counter(dict(x))}
+    if kind not in made:
+        raise LoadError("the checkpoint holds a value of no known kind", at=str(data)[:100])
+    return made[kind](decode_tree(each, tensors) for each in inner)

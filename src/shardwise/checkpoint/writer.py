@@ -1,20 +1,18 @@
 """Saving: what each rank writes of a checkpoint, and the writing.
 
 # [Note: how a checkpoint is made]
-All ranks write into a hidden directory next to the tag's: each its own tensor files, with checksums, flushed to disk.
-Rank 0 gathers what they have written, checks that it is complete, and writes the index and, last of all, the manifest.
-Then the directory gets its name, and `latest` names it. Old tags are deleted after that. A failure before leaves
-nothing but the hidden directory, which is removed at once, or by the next save where the process was killed.
+All ranks write into a hidden directory next to the tag's: each its own tensor file, with checksums, flushed to disk.
+Rank 0 gathers what they have written, and writes the index and, last of all, the manifest. Then the directory gets its
+name, and `latest` names it. Old tags are deleted after that. A failure before leaves nothing but the hidden directory,
+which is removed at once, or by the next save where the process was killed.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
 import json
 import logging
-import operator
 import platform
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,29 +24,28 @@ from typing import Any, Literal
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from shardwise.checkpoint.collect import (
     LocalShard,
     OptimizerContent,
-    RankFacts,
     SaveInputs,
     collect_inputs,
     model_key,
-    read_source,
     slices_of,
     state_key,
 )
 from shardwise.checkpoint.manifest import INDEX, FileFacts, Manifest, part_name, write_index, write_manifest
-from shardwise.checkpoint.store import LATEST, check_place, clean, list_checkpoints, lock, prune, writing
-from shardwise.comm.agree import agree, gather_from_all, raise_on_all_ranks
-from shardwise.comm.operations import Group, all_gather_objects, gather_objects
-from shardwise.errors import ConfigError, LoadError, RankError, ShardwiseError
+from shardwise.checkpoint.store import LATEST, check_place, clean, list_checkpoints, lock, prune
+from shardwise.comm.agree import agree_on, raise_on_all_ranks, sum_of
+from shardwise.comm.operations import Group, all_gather_objects, broadcast_object, gather_objects
+from shardwise.errors import ConfigError, LoadError, ShardwiseError
 from shardwise.mesh import Mesh
 from shardwise.parameters.at_rest import reshard
 from shardwise.parameters.registry import Registry, local_part, registry_of
-from shardwise.parameters.replicas import check_replicas
-from shardwise.sharding.boxes import Box, full_box, volume
+from shardwise.parameters.replicas import balance_of, check_replicas
+from shardwise.parameters.source import unchanged_names
+from shardwise.runtime.adapters import has_adapters
+from shardwise.sharding.boxes import Box, full_box
 from shardwise.sharding.division import Division, divide_boxes
 from shardwise.sharding.layout import Layout
 from shardwise.versions import __version__
@@ -58,6 +55,9 @@ from shardwise.weights.tensor_file import TensorFileWriter
 __all__ = ["RankReport", "SaveJob", "SaveRequest", "as_load_error", "prepare_save", "write_reported_index"]
 
 logger = logging.getLogger("shardwise.checkpoint")
+
+_SAVING = threading.Lock()
+"""Held while this process makes a checkpoint: several of its meshes may save to one directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class SaveRequest:
         step: of the training, where it is known.
         keep_last: how many of the newest are kept; None: all.
         keep_every: those whose step is a multiple of it are never deleted; None: all may be.
-        num_writers: files that each rank writes at a time.
+        async_save: whether it is written in the background.
     """
 
     root: Path
@@ -78,7 +78,7 @@ class SaveRequest:
     step: int | None = None
     keep_last: int | None = None
     keep_every: int | None = None
-    num_writers: int = 1
+    async_save: bool = False
 
 
 @torch.no_grad()
@@ -90,126 +90,100 @@ def prepare_save(
     scheduler: Any,
     loss_scale: Mapping[str, Any] | None,
     extra: Any,
-    companions: Mapping[str, Callable[[], bytes]],
+    companions: Callable[[], Mapping[str, bytes]],
 ) -> SaveJob:
     """The checkpoint as it is to be written: views of what is saved. All ranks call it.
 
     Args:
         make_request: where it goes; an error that it raises is raised on every rank.
-        companions: the contents of further files, by name, besides the model's configuration.
+        companions: makes further files besides the model's configuration, on rank 0.
 
     Raises:
         ConfigError: something cannot be saved, or ranks ask for different checkpoints. The same on every rank.
         LayoutError: ranks hold different copies of a parameter, or of an optimizer's state of one.
 
-    Communicates: over all ranks, what `agree` does, and one gather of a small object.
+    Communicates: over all ranks, what `agree` does, one all-reduce of a number, and with adapters one gather of names.
     """
     registry = registry_of(model)
     mesh = registry.mesh
     reshard(model)
-    fault: Exception | None = None
-    collected: list[tuple[SaveRequest, SaveInputs]] = []
-    try:
-        asked = make_request()
-        options = {"scheduler": scheduler, "loss_scale": loss_scale, "extra": extra}
-        collected.append((asked, collect_inputs(model, registry, vars(asked), optimizer=optimizer, **options)))
-    except Exception as error:  # noqa: BLE001 - raised by `agree`, on every rank
-        fault = error
-    balances = agree(
+    options = {"scheduler": scheduler, "loss_scale": loss_scale, "extra": extra, "companions": companions}
+
+    def collect() -> tuple[tuple[SaveRequest, SaveInputs], dict[str, str]]:
+        request = make_request()
+        inputs = collect_inputs(model, registry, optimizer=optimizer, **options)
+        asked = {name: str(value) for name, value in vars(request).items()}
+        return (request, inputs), {"the call": "save_checkpoint", **asked, **inputs.describe(registry)}
+
+    request, inputs = agree_on(
         mesh.group(),
-        collected[0][1].request if collected else {},
+        collect,
         doing="save_checkpoint",
         what="ranks ask for different checkpoints",
         fix="pass the same on every rank; what belongs to a rank alone is not kept",
-        fault=fault,
-        numbers=[collected[0][1].balance if collected else 0],
         error=ConfigError,
     )
-    request, inputs = collected[0]
-    if sum(balance for (balance,) in balances) % 2**64:
+    if sum_of(balance_of(inputs.copies()), mesh.group(), mesh.device):
         check_replicas(model, inputs.copies())
-    everyone = all_gather_objects((mesh.position, inputs.facts), mesh.group())
-    facts = [each for _, each in sorted(everyone, key=operator.itemgetter(0))]
-    left_out = _names_left_out(registry, facts)
-    division = _divide(registry, facts, left_out)
-    split = registry.model() or model
+    left_out = _names_left_out(model, registry, inputs)
+    division = _assign_writers(registry, inputs.shards, left_out)
+    source = {"source": {"name": registry.source.name, "digest": registry.source.digest}} if left_out else {}
     job = SaveJob(
         request=request,
         mesh=mesh,
-        rank=mesh.position,
         content="trained" if left_out else "all",
-        model_name=type(split).__name__,
-        optimizer=(inputs.optimizer.class_name, {}) if inputs.optimizer is not None else None,
-        tied=dict(registry.tied),
-        values={**inputs.values, **({"source": read_source(registry)} if left_out else {})},
-        companions={**_companions(split), **companions} if mesh.position == 0 else {},
-        versions=_versions(),
+        model_name=type(registry.model() or model).__name__,
+        head={
+            "tied": dict(registry.tied),
+            "optimizer": inputs.optimizer and {"class": inputs.optimizer.class_name},
+            "values": inputs.values | source,
+        },
+        companions=inputs.companions,
     )
     for name in division:
         if name in inputs.shards:
             job.add_shard(inputs.shards[name], division, inputs.optimizer)
     job.add_tensors(inputs.random)
-    if job.rank == 0:
+    if mesh.position == 0:
         job.add_tensors(inputs.tensors)
     return job
 
 
-def _names_left_out(registry: Registry, everyone: Sequence[RankFacts]) -> set[str]:
-    """Parameters that are not saved: the frozen weights under adapters that are still as they were read."""
-    if not any(each.has_adapters for each in everyone):
+def _names_left_out(model: nn.Module, registry: Registry, inputs: SaveInputs) -> set[str]:
+    """Parameters that are not saved: the frozen weights under adapters that are still as they were read.
+
+    Communicates: where there are adapters, one gather of names over all ranks.
+    """
+    if not has_adapters(model):
         return set()
-    each_parameter = zip(registry.entries, *(facts.left_out for facts in everyone), strict=True)
-    return {name for name, *left_out in each_parameter if all(left_out)}
+    unchanged = unchanged_names(model, registry)
+    states = inputs.optimizer.described if inputs.optimizer is not None else {}
+    kept = {
+        name
+        for name, each in inputs.shards.items()
+        if each.value.requires_grad or name not in unchanged or states.get(name)
+    }
+    return registry.entries.keys() - set().union(*all_gather_objects(kept, registry.mesh.group()))
 
 
-def _divide(registry: Registry, everyone: Sequence[RankFacts], left_out: set[str]) -> Division:
+def _assign_writers(registry: Registry, shards: Mapping[str, LocalShard], left_out: set[str]) -> Division:
     """Which rank writes what of parameters and buffers: the same on every rank."""
     shape, pipeline = registry.mesh.shape, registry.plan.pipeline
-    layouts: dict[str, Layout] = {
-        name: entry.layout for name, entry in registry.entries.items() if name not in left_out
-    }
+    layouts = {name: entry.layout for name, entry in registry.entries.items() if name not in left_out}
     holders: dict[str, list[int]] = {}
-    buffers = {name for facts in everyone for name in facts.buffers}
-    for rank, facts in enumerate(everyone):
-        for name, layout in facts.unknown.items():
-            layouts.setdefault(name, layout)
-            if pipeline is not None and name in buffers and shape.coords(rank)["pp"] != pipeline.coord_computing(name):
-                continue  # what a forward has counted is with the stage that runs it
-            if name not in registry.entries and not (name in buffers and name in holders):
-                holders.setdefault(name, []).append(rank)  # of buffers the first rank's: others may have counted more
+    for name, shard in shards.items():
+        if name in registry.entries:
+            continue
+        layouts[name] = shard.layout
+        if not isinstance(shard.value, nn.Parameter):  # of a buffer the first rank's: others may have counted more
+            stage = pipeline.coord_computing(name) if pipeline is not None else 0  # the one whose forward counts
+            holders[name] = [next(rank for rank in range(shape.world_size) if shape.coords(rank)["pp"] == stage)]
     return divide_boxes(layouts, shape, holders=holders)
-
-
-def _companions(model: nn.Module) -> dict[str, Callable[[], bytes]]:
-    """The model's configuration, as transformers would write it: with it, the weights are a model."""
-    if not isinstance(model, PreTrainedModel):
-        return {}
-    config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
-    companions: dict[str, Callable[[], bytes]] = {"config.json": functools.partial(_as_json, config)}
-    if model.can_generate() and model.generation_config is not None:
-        companions["generation_config.json"] = functools.partial(_as_json, copy.deepcopy(model.generation_config))
-    return companions
-
-
-def _as_json(config: Any) -> bytes:
-    text: str = config.to_json_string(use_diff=True)
-    return text.encode()
-
-
-@functools.cache
-def _versions() -> dict[str, str]:
-    return {
-        "shardwise": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A part that this rank writes: of which tensor, which elements, and these."""
+    """Elements `box` of a tensor, which this rank writes."""
 
     key: str
     box: Box
@@ -217,141 +191,116 @@ class _Chunk:
 
 
 @dataclass
+class RankReport:
+    """What a rank has written, for rank 0.
+
+    Attributes:
+        files: size and checksum of its file, by name; none where it has nothing to write.
+        parts: checksum and box of its parts as JSON, `CRC,[[start,stop],…]`, by key.
+        tensors: dtype and layout of the tensors that it reports, by key.
+        optimizer: options and states of the parameters that it reports.
+    """
+
+    files: dict[str, FileFacts] = field(default_factory=dict)
+    parts: dict[str, list[str]] = field(default_factory=dict)
+    tensors: dict[str, tuple[torch.dtype, Layout]] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
 class SaveJob:
     """A checkpoint that has been prepared. Once `take_copies` has been called, nothing reads the model again.
 
     Attributes:
         request: where it goes.
         mesh: the ranks.
-        rank: this one's number in the mesh.
         content: "all", or "trained" where frozen parameters are left out.
         model_name: of the model's class.
+        head: `tied`, `optimizer` and `values` of the index; of the optimizer its class alone.
+        companions: on rank 0, the contents of further files, by name.
         chunks: the parts that this rank writes.
-        tensors: dtype and layout of the tensors that this rank reports, by key.
-        optimizer: class name, and options and states by the parameters that this rank reports.
-        tied: alias to canonical name.
-        values: what is no tensor of the model or optimizer; rank 0's are written.
-        companions: the contents of further files, by name.
-        versions: of the libraries.
-        fault: why this rank has no copies; `run` raises it on all of them.
+        report: what this rank writes and reports.
     """
 
     request: SaveRequest
     mesh: Mesh
-    rank: int
     content: Literal["all", "trained"]
     model_name: str
+    head: Mapping[str, Any]
+    companions: Mapping[str, bytes]
     chunks: list[_Chunk] = field(default_factory=list)
-    tensors: dict[str, tuple[torch.dtype, Layout]] = field(default_factory=dict)
-    optimizer: tuple[str, dict[str, Any]] | None = None
-    tied: Mapping[str, str] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
-    companions: dict[str, Callable[[], bytes]] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    fault: Exception | None = None
+    report: RankReport = field(default_factory=RankReport)
 
     def add_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Adds tensors that this rank alone writes, as they are."""
         for key, value in tensors.items():
             shape = tuple(value.shape)
-            self.tensors[key] = value.dtype, Layout(shape)
+            self.report.tensors[key] = value.dtype, Layout(shape)
             if value.numel():
                 self.chunks.append(_Chunk(key, full_box(shape), value))
 
     def add_shard(self, shard: LocalShard, division: Division, optimizer: OptimizerContent | None) -> None:
         """Adds this rank's portions of a tensor of the model, and of the optimizer's states of it."""
-        first = division.first_writer(shard.name)
-        is_reporter = first == self.rank or (first is None and not any(self.mesh.coords.values()))
-        states = optimizer.described.get(shard.name) if optimizer is not None else None
+        rank = self.mesh.position
+        is_reporter = division.first_writer(shard.name) in (rank, None)
         like = {model_key(shard.name): local_part(shard.value).detach()}
-        for state, facts in (states or {}).items():
-            key, tensor = (
-                state_key(shard.name, state),
-                optimizer.tensors.get((shard.name, state)) if optimizer else None,
-            )
-            if "like" in facts and tensor is not None:
-                like[key] = tensor
-            elif "whole" in facts and tensor is not None and is_reporter:
-                self.add_tensors({key: tensor})
-            elif "ranks" in facts and tensor is not None:
-                self.add_tensors({f"{key}@{self.rank}": tensor})
-        places = slices_of(shard.layout, self.mesh.coords, division.boxes_of(shard.name, self.rank))
+        if optimizer is not None and shard.name in optimizer.described:
+            states = optimizer.described[shard.name]
+            if is_reporter:
+                self.report.optimizer[shard.name] = {"options": optimizer.options[shard.name], "states": states}
+            for state in states:
+                if (shard.name, state) in optimizer.tensors:
+                    self._add_state(shard.name, state, optimizer, like, is_reporter=is_reporter)
+        boxes = slices_of(shard.layout, self.mesh.coords, division.boxes_of(shard.name, rank))
         for key, value in like.items():
             if is_reporter:
-                self.tensors[key] = value.dtype, shard.layout
-            self.chunks += [_Chunk(key, box, value[place]) for box, place in places]
-        if is_reporter and optimizer is not None and self.optimizer is not None and states is not None:
-            self.optimizer[1][shard.name] = {"options": optimizer.options[shard.name], "states": states}
+                self.report.tensors[key] = value.dtype, shard.layout
+            self.chunks += [_Chunk(key, box, value[place]) for box, place in boxes]
 
-    def take_copies(self, buffers: dict[tuple[str, Box], Tensor]) -> None:
-        """Copies what is to be written into `buffers`, those of the last time where they fit. An error is kept: `run`,
-        which all ranks call, raises it.
-        """
-        try:
-            self._take_copies(buffers)
-        except (RuntimeError, MemoryError) as error:
-            buffers.clear()
-            self.fault = LoadError(
-                f"rank {self.rank} cannot copy what is to be saved to host memory",
-                at=str(self.request.root),
-                why=str(error)[:300],
-                fix="save without async_save: it needs a buffer of a few MB",
-            )
+    def _add_state(
+        self, name: str, state: str, optimizer: OptimizerContent, like: dict[str, Tensor], *, is_reporter: bool
+    ) -> None:
+        """Adds a state: to `like`, what is divided as the parameter is, or as it is."""
+        key, tensor, facts = state_key(name, state), optimizer.tensors[name, state], optimizer.described[name][state]
+        if "like" in facts:
+            like[key] = tensor
+        elif "ranks" in facts:
+            self.add_tensors({f"{key}@{self.mesh.position}": tensor})
+        elif is_reporter:
+            self.add_tensors({key: tensor})
 
-    def _take_copies(self, buffers: dict[tuple[str, Box], Tensor]) -> None:
-        pinned = self.mesh.device.type == "cuda"
-        kept = {}
-        for number, chunk in enumerate(self.chunks):
-            buffer = buffers.get((chunk.key, chunk.box))
-            if buffer is None or buffer.shape != chunk.value.shape or buffer.dtype != chunk.value.dtype:
-                buffer = torch.empty(chunk.value.shape, dtype=chunk.value.dtype, device="cpu", pin_memory=pinned)
-            buffer.copy_(chunk.value, non_blocking=pinned)
-            kept[chunk.key, chunk.box] = buffer
-            self.chunks[number] = _Chunk(chunk.key, chunk.box, buffer)
-        if pinned:
+    def take_copies(self) -> None:
+        """Copies what is to be written to host memory; from GPUs to pinned memory, which torch uses again."""
+        self.chunks = [
+            _Chunk(each.key, each.box, each.value.to("cpu", non_blocking=True, copy=True)) for each in self.chunks
+        ]
+        if self.mesh.device.type == "cuda":
             torch.cuda.synchronize(self.mesh.device)
-        buffers.clear()
-        buffers.update(kept)
 
-    def run(self, group: Group | None, spread: Callable[..., list[Any]]) -> str:
+    def run(self, group: Group | None) -> str:
         """Writes the checkpoint; returns its tag. All ranks of `group` call it.
-
-        Args:
-            spread: calls a function for each of some arguments, several at a time; returns the results.
 
         Raises:
             LoadError: it cannot be written; the same on every rank. What was there is still there.
 
-        Communicates: over `group`, three gathers of small objects, and one to rank 0 of what ranks have written.
+        Communicates: over `group`, three gathers of small objects, one broadcast of a path, and one gather to rank 0 of
+            what ranks have written.
         """
-        staged: StagedDirectory | None = None
-        groups = _deal(self.chunks, self.request.num_writers)
+        root, staged = self.request.root, None
         with ExitStack() as stack:
-
-            def open_directory() -> tuple[str | None, int]:
-                nonlocal staged
-                with as_load_error(self.request.root):
-                    if self.fault is not None:
-                        raise self.fault
-                    if self.rank == 0:
-                        stack.enter_context(writing(self.request.root))
-                        staged = self._open()
-                        stack.callback(staged.abort)
-                return None if staged is None else str(staged.path), len(groups)
-
-            opened = gather_from_all(group, "opening the checkpoint's directory", open_directory)
-            place = Path(next(path for path, _ in opened if path))
-            number = sum(num_files for _, num_files in opened[: 0 if group is None else group.rank()])
-            with raise_on_all_ranks(group, "writing the checkpoint"), as_load_error(self.request.root):
-                report = self._write(place, groups, number, spread)
-            reports = gather_objects(report, group)
-
-            def complete() -> str | None:
-                with as_load_error(self.request.root):
-                    return self._complete(staged, reports or []) if staged is not None else None
-
-            tags = gather_from_all(group, "completing the checkpoint", complete)
-            return next(tag for tag in tags if tag)
+            with raise_on_all_ranks(group, "opening the checkpoint's directory"), as_load_error(root):
+                if self.mesh.position == 0:
+                    stack.enter_context(_SAVING)
+                    staged = self._open()
+                    stack.callback(staged.abort)
+            place, tag = broadcast_object(staged and (str(staged.path), staged.target.name), group)
+            with raise_on_all_ranks(group, "writing the checkpoint"), as_load_error(root):
+                self._write(Path(place))
+            reports = gather_objects(self.report, group)
+            with raise_on_all_ranks(group, "completing the checkpoint"), as_load_error(root):
+                if staged is not None and reports is not None:
+                    self._complete(staged, reports)
+        return str(tag)
 
     def _open(self) -> StagedDirectory:
         request = self.request
@@ -365,44 +314,33 @@ class SaveJob:
         known = [each.number for _, _, each in list_checkpoints(self.request.root) if isinstance(each, Manifest)]
         return max(known, default=0) + 1
 
-    def _write(
-        self, directory: Path, groups: Sequence[list[_Chunk]], number: int, spread: Callable[..., list[Any]]
-    ) -> RankReport:
-        """Writes this rank's files, several at a time if that was asked for; on every rank.
-
-        Args:
-            number: of this rank's first file, over all ranks.
-        """
+    def _write(self, directory: Path) -> None:
+        """Writes this rank's file; on every rank."""
+        rank, report = self.mesh.position, self.report
         if not directory.is_dir():
             raise LoadError(
-                f"rank {self.rank} does not see the checkpoint's directory",
+                f"rank {rank} does not see the checkpoint's directory",
                 at=str(directory),
                 why="rank 0 has made it, and every rank writes its part into it",
                 fix="save to a directory that all machines share",
             )
-        names = [f"rank-{self.rank:05d}" + f"-{each}" * (len(groups) > 1) for each in range(len(groups))]
-        paths = [directory / f"{name}.safetensors" for name in names]
-        written = spread(_write_file, list(zip(paths, range(number, number + len(groups)), groups, strict=True)))
-        files = {path.name: facts for path, (facts, _) in zip(paths, written, strict=True)}
-        parts: dict[str, list[str]] = {}
-        for _, own in written:
-            for key, text in own:
-                parts.setdefault(key, []).append(text)
-        sizes: dict[str, int] = {}
-        for chunk in self.chunks:
-            sizes[chunk.key] = sizes.get(chunk.key, 0) + chunk.value.numel()
-        lines = "\n".join(f"{json.dumps(key)}\t{sizes[key]}\t{','.join(texts)}" for key, texts in parts.items())
-        return RankReport(files, lines.encode(), self.tensors, self.optimizer[1] if self.optimizer is not None else {})
+        if not self.chunks:
+            return
+        path = directory / f"rank-{rank:05d}.safetensors"
+        ordered = sorted(self.chunks, key=lambda each: -each.value.dtype.itemsize)
+        header = [(part_name(each.key, each.box), each.value.dtype, each.value.shape) for each in ordered]
+        with TensorFileWriter(path, header) as out:
+            for each in ordered:
+                text = f"{out.write(each.value.cpu())},{json.dumps(each.box, separators=(',', ':'))}"
+                report.parts.setdefault(each.key, []).append(text)
+        report.files[path.name] = FileFacts(out.num_bytes, out.header_crc)
 
-    def _complete(self, staged: StagedDirectory, reports: Sequence[RankReport]) -> str:
+    def _complete(self, staged: StagedDirectory, reports: Sequence[RankReport]) -> None:
         """Completes the checkpoint when every rank has written; on rank 0."""
         request, directory = self.request, staged.path
         files = {name: facts for report in reports for name, facts in report.files.items()}
-        class_name = self.optimizer[0] if self.optimizer is not None else None
-        values = {"tied": self.tied, "optimizer": class_name and {"class": class_name}, "values": self.values}
-        files[INDEX] = write_reported_index(directory, reports, values)
-        for name, make in self.companions.items():
-            content = make()
+        files[INDEX] = write_reported_index(directory, reports, self.head)
+        for name, content in self.companions.items():
             (directory / name).write_bytes(content)
             files[name] = FileFacts(len(content), zlib.crc32(content))
         manifest = Manifest(
@@ -413,7 +351,12 @@ class SaveJob:
             layout=str(self.mesh.shape),
             model=self.model_name,
             time=time.time(),
-            versions=self.versions,
+            versions={
+                "shardwise": __version__,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "python": platform.python_version(),
+            },
             files=files,
         )
         write_manifest(directory, manifest)
@@ -425,82 +368,31 @@ class SaveJob:
             logger.warning("%s is complete, and %s could not be written: %s", staged.target, LATEST, error)
         if request.keep_last is not None:
             prune(request.root, keep_last=request.keep_last, keep_every=request.keep_every)
-        return manifest.tag
 
 
-@dataclass(frozen=True)
-class RankReport:
-    """What a rank has written, for rank 0.
-
-    Attributes:
-        files: size and checksum of its files.
-        parts: a line of text for each tensor: its key, the number of elements written, and its parts, as JSON.
-        tensors: dtype and layout of the tensors that it reports.
-        optimizer: options and states of the parameters that it reports.
-    """
-
-    files: dict[str, FileFacts]
-    parts: bytes
-    tensors: dict[str, tuple[torch.dtype, Layout]]
-    optimizer: dict[str, Any]
-
-
-def write_reported_index(directory: Path, reports: Sequence[RankReport], values: Mapping[str, Any]) -> FileFacts:
-    """Writes the index of what the ranks have written, in the order of their files, once it is found complete.
+def write_reported_index(directory: Path, reports: Sequence[RankReport], head: Mapping[str, Any]) -> FileFacts:
+    """Writes the index of what the ranks have written, in the order of their files.
 
     Args:
-        values: `tied`, `optimizer` and `values` of the index; of the optimizer its class alone.
-
-    Raises:
-        RankError: the parts of a tensor do not have as many elements as the tensor.
+        head: `tied`, `optimizer` and `values` of the index; of the optimizer its class alone.
     """
-    tensors = {key: facts for report in reports for key, facts in report.tensors.items()}
-    sizes: dict[str, int] = {}
     parts: dict[str, list[str]] = {}
-    for report in reports:
-        for line in report.parts.decode().splitlines():
-            quoted, size, texts = line.split("\t")
-            sizes[quoted] = sizes.get(quoted, 0) + int(size)
-            parts.setdefault(quoted, []).append(texts)
-    expected = {json.dumps(key): volume(full_box(layout.shape)) for key, (_, layout) in tensors.items()}
-    if wrong := [key for key in {**expected, **sizes} if sizes.get(key, 0) != expected.get(key, -1)]:
-        raise RankError(f"the ranks have not written {wrong[0]} once and completely", why="they hold it differently")
-    states = {name: facts for report in reports for name, facts in report.optimizer.items()}
-    optimizer = values["optimizer"] and {**values["optimizer"], **_grouped(states)}
-    files = [name for report in reports for name in report.files]
-    return write_index(directory, {**values, "files": files, "optimizer": optimizer}, tensors, parts)
-
-
-def _write_file(file: tuple[Path, int, list[_Chunk]]) -> tuple[FileFacts, list[tuple[str, str]]]:
-    """Writes a tensor file; returns its facts, and for each part its tensor's key and what the index says of it."""
-    path, number, chunks = file
-    ordered = sorted(chunks, key=lambda each: -each.value.dtype.itemsize)
-    header = [(part_name(each.key, each.box), each.value.dtype, each.value.shape) for each in ordered]
-    with TensorFileWriter(path, header) as out:
-        parts = [(each.key, [number, out.write(each.value.cpu()), each.box]) for each in ordered]
-    texts = [(key, json.dumps(part, separators=(",", ":"))) for key, part in parts]
-    return FileFacts(out.num_bytes, out.header_crc), texts
-
-
-def _deal(chunks: list[_Chunk], num_groups: int) -> list[list[_Chunk]]:
-    """`chunks` in groups of about the same number of bytes; none of them empty."""
-    groups: list[list[_Chunk]] = [[] for _ in range(num_groups)]
-    sizes = [0] * num_groups
-    for chunk in sorted(chunks, key=lambda each: -each.value.nbytes) if num_groups > 1 else chunks:
-        number = sizes.index(min(sizes))
-        sizes[number] += chunk.value.nbytes
-        groups[number].append(chunk)
-    return [group for group in groups if group]
-
-
-def _grouped(states: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of parameters, each different set of them once."""
-    groups: dict[str, int] = {}
-    parameters = {
-        name: {"group": groups.setdefault(json.dumps(facts["options"]), len(groups)), "states": facts["states"]}
-        for name, facts in states.items()
-    }
-    return {"groups": [json.loads(group) for group in groups], "parameters": parameters}
+    writing = [report for report in reports if report.files]
+    for number, report in enumerate(writing):
+        for key, texts in report.parts.items():
+            parts.setdefault(key, []).extend(f"[{number},{text}]" for text in texts)
+    tensors = {key: facts for report in reports for key, facts in report.tensors.items()}
+    optimizer = head["optimizer"]
+    if optimizer is not None:
+        groups: dict[str, int] = {}  # each different set of options once
+        parameters = {
+            name: {"group": groups.setdefault(json.dumps(each["options"]), len(groups)), "states": each["states"]}
+            for report in reports
+            for name, each in report.optimizer.items()
+        }
+        optimizer = {**optimizer, "groups": [json.loads(each) for each in groups], "parameters": parameters}
+    files = [name for report in writing for name in report.files]
+    return write_index(directory, {**head, "files": files, "optimizer": optimizer}, tensors, parts)
 
 
 @contextmanager

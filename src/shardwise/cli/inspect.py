@@ -81,18 +81,14 @@ def _describe(stored: StoredParts, *, with_tensors: bool) -> None:
 
 def _verify(stored: StoredParts) -> int:
     """Verifies every checksum, and prints what is damaged; returns how many files or tensors are."""
-    from shardwise.checkpoint.reader import check_companion, check_files
-
     faults = []
     for name in (*stored.manifest.files, *stored.index.tensors):
         try:
             if name in stored.index.tensors:
                 stored.read(name)
                 stored.drop()
-            elif name in stored.index.files:
-                check_files(stored.directory, stored.manifest, [name])
             else:
-                check_companion(stored.directory, stored.manifest, name)
+                stored.check_file(name)
         except LoadError as error:
             faults.append(error)
             print(f"  damaged    {error.summary} ({error.at})")

@@ -241,16 +241,17 @@ def agree_on(
     doing: str,
     what: str,
     fix: str,
+    error: type[ShardwiseError] = RankError,
 ) -> _Result:
     """Runs `make` and returns its result, once it has succeeded on every rank with the same fields.
 
     Args:
         make: returns the result, which stays on this rank, and the fields; does not communicate.
-        doing, what, fix: as `agree` takes them.
+        doing, what, fix, error: as `agree` takes them.
 
     Raises:
         Exception: what `make` raised on the lowest rank where it did, on all of them.
-        RankError: fields differ.
+        ShardwiseError: fields differ.
 
     Communicates: what `agree` does.
     """
@@ -259,9 +260,9 @@ def agree_on(
     try:
         result, fields = make()
         made.append(result)
-    except Exception as error:  # noqa: BLE001 - raised by `agree`, on every rank
-        fault = error
-    agree(group, fields, doing=doing, what=what, fix=fix, fault=fault)
+    except Exception as raised:  # noqa: BLE001 - raised by `agree`, on every rank
+        fault = raised
+    agree(group, fields, doing=doing, what=what, fix=fix, fault=fault, error=error)
     return made[0]
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -111,16 +110,12 @@ def write_adapter_files(directory: Path, state: Mapping[str, Tensor], config: by
         partial.write_bytes(config)
 
 
-def adapter_companions(model: nn.Module) -> dict[str, Callable[[], bytes]]:
+def adapter_companions(model: nn.Module) -> dict[str, bytes]:
     """What is in a checkpoint of a model with one adapter of the usual name besides its tensors: the adapter's config
     as PEFT writes it. Nothing for other models.
     """
     configs = getattr(find_model(model), "peft_config", {})
-    return (
-        {ADAPTER_CONFIG: functools.partial(adapter_config_text, model, "default")}
-        if list(configs) == ["default"]
-        else {}
-    )
+    return {ADAPTER_CONFIG: adapter_config_text(model, "default")} if list(configs) == ["default"] else {}
 
 
 def stored_names(model: nn.Module) -> dict[str, str]:
