@@ -52,7 +52,7 @@ Place = str | os.PathLike[str]
 SOURCE = "_shardwise_source"
 """The attribute of a lazily loaded model that keeps its `WeightSource`."""
 
-SAME_FILES = {
+SAME_FILES: dict[str, Any] = {
     "what": "the ranks load different models",
     "fix": "load the same files on every rank: from a directory that all machines share, or a pinned revision",
 }
