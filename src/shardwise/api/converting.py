@@ -174,7 +174,7 @@ def meta_model(stored: StoredParts) -> Any:
             fix="load it into the model, and use shardwise.full_state_dict",
         )
     stored.check_file("config.json")
-    config, _ = read_config(stored.directory, {})
+    config, _ = read_config(stored.directory / "config.json", {})
     chosen = getattr(transformers, stored.manifest.model, None)
     model = build_meta_model(config, chosen, dtype=None, options={})
     model.config.architectures = [stored.manifest.model]
