@@ -22,7 +22,7 @@ from shardwise.lora.inject import inject
 from shardwise.loss.deferred_logits import dropped_output
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.gradients import gradients_of, track_gradients
-from shardwise.optim.plain_step import KEPT_BY_STEPS, stepping_class
+from shardwise.optim.plain_step import stepping_class
 from shardwise.parallel.activation_memory import MemoryCount, PeakCount
 from shardwise.parallel.apply import apply_plan
 from shardwise.parallel.build import build_meta_model
@@ -215,8 +215,6 @@ def _after_a_step(model: nn.Module) -> torch.optim.Optimizer:
     optimizer.step()
     optimizer.zero_grad()
     gradients_of(model).late_fault = None
-    for name in KEPT_BY_STEPS:  # which compare addresses, of which these tensors have none
-        optimizer.__dict__.pop(name, None)
     return optimizer
 
 

@@ -27,7 +27,7 @@ from shardwise.runtime.fsdp_internals import gathered_parameters
 __all__ = ["build_optimizer", "divided_groups", "groups_of", "local_state_of", "watch_optimizers"]
 
 _MODEL = "_shardwise_model"
-_KNOWN = "_shardwise_known"
+KNOWN = "_shardwise_known"
 _WITHIN = "_shardwise_within"
 
 Groups = Sequence[Mapping[str, Any]] | Callable[[str, Tensor], Mapping[str, Any]]
@@ -121,7 +121,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
 
 def _known_models(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[nn.Module] | None:
     """What `_look_at` found for the same parameters before; None where these are others, or a model is gone."""
-    known = optimizer.__dict__.get(_KNOWN)
+    known = optimizer.__dict__.get(KNOWN)
     if known is None or known[0] != list(map(id, parameters)):
         return None
     models = [model() for model in known[1]]
@@ -150,7 +150,7 @@ def _look_at(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> 
     _check_known(parameters, models)
     _check_at_rest(parameters, models)
     if len(known) == len(parameters):
-        optimizer.__dict__[_KNOWN] = list(map(id, parameters)), list(map(weakref.ref, models))
+        optimizer.__dict__[KNOWN] = list(map(id, parameters)), list(map(weakref.ref, models))
     return models
 
 

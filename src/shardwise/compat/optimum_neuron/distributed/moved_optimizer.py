@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError, UnsupportedError, counted
 from shardwise.optim.elementwise import check_optimizer
-from shardwise.optim.optimizer import groups_of
-from shardwise.optim.plain_step import KEPT_BY_STEPS
+from shardwise.optim.optimizer import KNOWN, groups_of
 from shardwise.parameters.canonical import local_tensor
 from shardwise.parameters.registry import entry_of, find_parameters
 from shardwise.plan.options import check_kind
@@ -136,7 +135,7 @@ def _alike(
     for name, value in optimizer.__dict__.items():
         if name.startswith("_optimizer_"):  # hooks
             made.__dict__[name] = copy.copy(value)
-        elif name not in ("param_groups", "state", *KEPT_BY_STEPS) and not callable(value):
+        elif name not in ("param_groups", "state", KNOWN) and not callable(value):
             made.__dict__[name] = copy.deepcopy(value, memo)
     made.__dict__["param_groups"] = groups
     made.__dict__["state"] = type(optimizer.state)(dict)
