@@ -66,7 +66,6 @@ OPERATIONS = {
     "gather single": filled((6 * SIZE, 4), operations.all_gather_single),
     "scatter single": filled((6 // SIZE, 4), operations.reduce_scatter_single),
     "gather list": lambda x, group: torch.stack(operations.all_gather_list(x.detach(), group)),
-    "gather on one": lambda x, group: torch.stack(operations.gather_list(x.detach(), group) or [torch.zeros(0)]),
     "objects of any size": lambda x, group: torch.tensor(
         [[len(each) for each in operations.all_gather_objects("x" * size * group.rank(), group)] for size in SIZES]
     ),

@@ -18,14 +18,12 @@ from shardwise.parallel.apply import apply_plan
 from shardwise.parallel.decide import decide_split
 from shardwise.parallel.declared_plans import declared_plan, vocabulary_plan
 from shardwise.parallel.facts import read_facts
-from shardwise.parameters.at_rest import copy_out_of_mmap
 from shardwise.parameters.canonical import local_tensor
 from shardwise.parameters.registry import (
     entry_of,
     find_parameters,
     is_split,
     named_entries,
-    parameters_of,
     registry_of,
 )
 from shardwise.plan.options import ParallelSpec
@@ -64,7 +62,7 @@ def test_a_step_works_out_no_layout_anew(on_ranks, layout):
 
 
 CHANGES = {
-    "Registry": {"mapped", "reads_names", "uses", "idle_stages"},
+    "Registry": {"reads_names", "uses", "idle_stages"},
     "SplitContext": {
         *("state", "_around", "drops_output", "batch_compared"),  # of the step or forward under way
         *("gathered_for", "last_look", "steps"),  # of all so far
@@ -174,22 +172,6 @@ def test_a_copy_knows_itself_and_not_the_original():
 
 
 @pytest.mark.single
-def test_mapped_parameters_get_memory_of_their_own_when_they_are_to_be_written():
-    def run(model):
-        registry = registry_of(model)
-        mapped = model.model.norm.weight
-        others = {name: value.data_ptr() for name, value in model.named_parameters()}
-        registry.mapped.add("model.norm.weight")
-        before, values = mapped.data_ptr(), mapped.detach().clone()
-        copy_out_of_mmap(model)
-        assert mapped.data_ptr() != before and torch.equal(mapped, values) and not registry.mapped
-        others.pop("model.norm.weight")
-        assert all(model.get_parameter(name).data_ptr() == place for name, place in others.items())
-
-    on_split_models(run)
-
-
-@pytest.mark.single
 @pytest.mark.parametrize("num_key_value_heads", [1, 2])
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_views_of_what_others_hold_are_the_same_elements_on_all_of_them(family, num_key_value_heads):
@@ -227,23 +209,24 @@ def test_a_model_that_was_never_split_says_so():
 
 @pytest.mark.single
 def test_modules_are_walked_again_only_where_they_changed(monkeypatch):
+    def names_in(model):
+        return [name for name, _, _ in find_parameters(model)]
+
     with shardwise.Mesh.open("tp1") as mesh:
         model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1), mesh)
-        view = parameters_of(model)
-        names = [name for name, _, _ in view]
+        names = names_in(model)
         walks = []
         monkeypatch.setattr(nn.Module, "named_modules", lambda *_, **__: walks.append(1) or iter(()))
-        assert [name for name, _, _ in parameters_of(model)] == names and not walks
         model.lm_head.weight.data = model.lm_head.weight.data.clone()
-        assert parameters_of(model) is view and not walks
+        assert names_in(model) == names and not walks
         monkeypatch.undo()
         linear, model.model.norm = model.lm_head, nn.Sequential(model.model.norm)  # as PEFT puts adapters around
-        assert "model.norm.0.weight" in [name for name, _, _ in parameters_of(model)]
+        assert "model.norm.0.weight" in names_in(model)
         linear.scale = nn.Parameter(torch.ones(1))
-        assert {name: entry for name, _, entry in parameters_of(model)}["lm_head.scale"] is None
+        assert {name: entry for name, _, entry in find_parameters(model)}["lm_head.scale"] is None
         del linear.scale
-        assert len(list(parameters_of(model))) == len(names)
-        assert len(list(parameters_of(copy.deepcopy(model)))) == len(names)
+        assert len(names_in(model)) == len(names)
+        assert len(names_in(copy.deepcopy(model))) == len(names)
 
 
 @pytest.mark.single

@@ -33,11 +33,10 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
     """The state dict of the unsplit model: Hugging Face names, full CPU tensors, tied names included.
 
     Args:
-        rank0_only: only rank 0 receives it, and the others an empty dict: they never hold a full tensor.
+        rank0_only: only rank 0 keeps it; the others get an empty dict, and hold one full tensor at a time.
 
-    Communicates: over all ranks, one all-gather of 40 bytes; over tp, one all-gather (with `rank0_only` a gather) of
-        each split parameter; over pp, one broadcast (with `rank0_only` a message to rank 0) of each parameter, and one
-        broadcast of each persistent buffer.
+    Communicates: over all ranks, one all-gather of 40 bytes; over tp, one all-gather of each split parameter; over pp,
+        one broadcast of each parameter and persistent buffer.
     """
     registry, model = registry_of(model), _named_as_split(model)
     _meet(model, "full_state_dict")

@@ -24,7 +24,6 @@ __all__ = [
     "broadcast_",
     "broadcast_object",
     "functional_collectives",
-    "gather_list",
     "gather_objects",
     "host_device",
     "receive_",
@@ -122,13 +121,6 @@ def all_gather_list(x: Tensor, group: Group) -> list[Tensor]:
     parts = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(parts, x.contiguous(), group=group)
     return parts
-
-
-def gather_list(x: Tensor, group: Group) -> list[Tensor] | None:
-    """On rank 0 of the group every rank's `x`, all of one shape, in rank order; None elsewhere."""
-    received = [torch.empty_like(x) for _ in range(group.size())] if group.rank() == 0 else None
-    dist.gather(x.contiguous(), received, group=group, group_dst=0)
-    return received
 
 
 def gather_objects(value: Any, group: Group | None) -> list[Any] | None:

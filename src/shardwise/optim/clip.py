@@ -11,9 +11,16 @@ from torch import Tensor, nn
 from shardwise.errors import ConfigError
 from shardwise.optim.gradients import gradients_of
 from shardwise.optim.summing import multiply
-from shardwise.parameters.at_rest import held_parameters
+from shardwise.parameters.at_rest import reshard
 from shardwise.parameters.norms import complete_norms, norm_of_owned
-from shardwise.parameters.registry import ParameterEntry, Registry, entry_of, local_part, registry_of
+from shardwise.parameters.registry import (
+    ParameterEntry,
+    Registry,
+    entry_of,
+    find_parameters,
+    local_part,
+    registry_of,
+)
 
 __all__ = ["clip_grad_norm_"]
 
@@ -71,9 +78,10 @@ def _gradients(
     registry: Registry | None
     pairs: list[tuple[Tensor, ParameterEntry | None]]
     if isinstance(parameters, nn.Module):
-        registry, view = registry_of(parameters), held_parameters(parameters)
+        registry = registry_of(parameters)
+        reshard(parameters)
         gradients_of(parameters).complete_partial()
-        pairs = [(parameter, entry or entry_of(parameter)) for _, parameter, entry in view]
+        pairs = [(parameter, entry or entry_of(parameter)) for _, parameter, entry in find_parameters(parameters)]
     else:
         tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         pairs = [(parameter, entry_of(parameter)) for parameter in tensors]

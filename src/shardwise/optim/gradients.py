@@ -17,7 +17,6 @@ stages hold is summed over them last.
 from __future__ import annotations
 
 import copy
-import enum
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from shardwise.comm.operations import all_reduce_, host_device
@@ -80,21 +80,6 @@ class LossScale:
         self.good_steps.fill_(state["good_steps"])
 
 
-class Phase(enum.Enum):
-    """What the gradients of a split model are.
-
-        COMPLETE   summed over all ranks that hold parts of them, or none yet
-        PARTIAL    being added to by a backward, at whose end they are summed
-        DEFERRED   partial until `together` ends, or a later backward that does not put its sums off
-
-    A backward goes from any phase to PARTIAL or DEFERRED, `complete` to COMPLETE.
-    """
-
-    COMPLETE = enum.auto()
-    PARTIAL = enum.auto()
-    DEFERRED = enum.auto()
-
-
 class Gradients:
     """The state of a split model's gradients, from one backward to the next.
 
@@ -109,8 +94,9 @@ class Gradients:
         fault: float32 scalar, 1 from the first step on that was to be an error; None where none has been looked at.
         late_fault: the same on its way to the host.
         loss_scale: of float16; None otherwise.
-        phase: what the gradients are now.
+        is_partial: whether gradients must be summed over ranks before they are used.
         is_put_off: whether sums wait for a later backward.
+        is_in_step: whether gradients are made inside of `together`.
         share: what the next forward through a pipeline, which makes gradients at once, multiplies its loss by.
     """
 
@@ -126,12 +112,10 @@ class Gradients:
         precision = registry.precision
         is_scaled = precision is not None and precision.compute == "float16"
         self.loss_scale = LossScale(registry.mesh.device) if is_scaled else None
-        self._at_rest: dict[int, nn.Parameter] = {}
-        self.phase = Phase.COMPLETE
         self._has_noted = False
-        self.is_put_off = False
-        self.is_in_step = False
+        self.is_partial = self.is_put_off = self.is_in_step = False
         self.share = 1.0
+        self._at_rest: dict[int, nn.Parameter] = {}
         self._task = -1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
@@ -139,8 +123,7 @@ class Gradients:
         root = memo.get(id(self.registry.model()))
         if root is None:
             return self
-        copied = memo[id(self)] = Gradients.__new__(Gradients)
-        Gradients.__init__(copied, memo.get(id(self.model), root), copy.deepcopy(self.registry, memo))
+        copied = memo[id(self)] = Gradients(memo.get(id(self.model), root), copy.deepcopy(self.registry, memo))
         for _, parameter, entry in find_parameters(self.model):
             if entry is not None:
                 mark(copy.deepcopy(parameter, memo), copy.deepcopy(entry, memo))
@@ -165,7 +148,7 @@ class Gradients:
         if self._is_pipeline:
             if self.registry.casting is not None:
                 self.registry.casting.shared = {}
-            if self.phase is Phase.COMPLETE:
+            if not self.is_partial:
                 self._make_partial()
         try:
             yield
@@ -201,9 +184,9 @@ class Gradients:
 
     def complete_partial(self) -> None:
         """Sums like `complete`, and leaves `p.grad` plain: for a caller that reads values alone."""
-        if self.phase is Phase.COMPLETE:
+        if not self.is_partial:
             return
-        self.phase = Phase.COMPLETE
+        self.is_partial = False
         complete_gradients(self._find_summed(), self.registry)
         if self._is_pipeline and not self._has_noted:
             self._note_idle_stages()
@@ -235,14 +218,14 @@ class Gradients:
 
     def _watch_output(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            for tensor in _tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(self._begin)
+            for value in tree_leaves(output):
+                if isinstance(value, Tensor) and value.requires_grad:
+                    value.register_hook(self._begin)
 
     def _begin(self, gradient: Tensor) -> None:
         """Runs when a backward reaches the model, as often as it likes."""
         task = torch._C._current_graph_task_id()
-        if task == self._task or (self.is_put_off and self.phase is Phase.DEFERRED):
+        if task == self._task or (self.is_put_off and self.is_partial):
             return
         self._task = task
         if torch.is_grad_enabled() and self.registry.mesh.shape.world_size > 1:
@@ -252,17 +235,17 @@ class Gradients:
                 fix="leave it out: second derivatives are the unsplit model's",
             )
         self._make_partial()
-        if self.phase is Phase.PARTIAL:
+        if not self.is_put_off:
             # Twice: what FSDP2 does at the end of backward must come first.
             Variable._execution_engine.queue_callback(lambda: Variable._execution_engine.queue_callback(self.complete))
 
     def _make_partial(self) -> None:
-        """Goes from any phase to PARTIAL, or DEFERRED where sums are put off."""
+        """Makes complete gradients partial again, before more is added to them."""
         self.norm = self.is_bad = None
         summed = self._find_summed()
-        for parameter, entry in summed if self.phase is Phase.COMPLETE else ():
+        for parameter, entry in summed if not self.is_partial else ():
             scale_back_to_partial(parameter, entry)
-        self.phase = Phase.DEFERRED if self.is_put_off else Phase.PARTIAL
+        self.is_partial = True
 
     @property
     def _is_pipeline(self) -> bool:
@@ -340,14 +323,3 @@ def gradients_of(model: nn.Module) -> Gradients:
     if gradients.model is not model and any(module is gradients.model for module in model.modules()):
         gradients.model = model
     return gradients
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors of a nested value, such as what a model puts out."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)

@@ -18,7 +18,7 @@ from shardwise.optim.elementwise import assume_elementwise, check_optimizer
 from shardwise.optim.gradients import gradients_of
 from shardwise.optim.nonfinite import mind_nonfinite
 from shardwise.optim.plain_step import inner_of, stepping_class, with_fused
-from shardwise.parameters.at_rest import copy_out_of_mmap
+from shardwise.parameters.at_rest import reshard
 from shardwise.parameters.registry import canonical_entries, entry_of, registry_of
 from shardwise.plan.match import match
 from shardwise.plan.options import check_kind
@@ -43,7 +43,6 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """An optimizer over the parameters of a split model that require gradients.
 
-    Weights that are still stored in the pages of the checkpoint they were loaded from move into memory of their own.
     Elementwise optimizers (SGD, Adam and their kin) update a part exactly as they would the full parameter. State is
     stored with its parameter. Those that have a fused form in torch take it, unless another is asked for, and step over
     the plain tensors in what FSDP2 holds.
@@ -72,7 +71,7 @@ def build_optimizer(
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise TypeError(f"optimizer_class must be a torch.optim.Optimizer class, got {optimizer_class!r}")
-    copy_out_of_mmap(model)
+    reshard(model)
     trained: dict[str, Tensor] = {
         name: each for name, each, _ in gradients_of(model).parameters() if each.requires_grad
     }

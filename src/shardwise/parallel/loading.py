@@ -131,7 +131,6 @@ def _read(fqn: str, lazy: LazyTensor, registry: Registry, dtype: torch.dtype) ->
     if entry is not None and entry.data is not DataHandling.FSDP and device.type == "cpu" and dtype == lazy.dtype:
         mapped = lazy.map_local(pieces, shape)
         if mapped is not None:
-            registry.mapped.add(fqn)
             return mapped
     return lazy.read_local(pieces, shape, dtype=dtype, device=device)
 

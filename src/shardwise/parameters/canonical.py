@@ -118,9 +118,8 @@ def canonical_tensor(
         local: None where other stages hold the tensor.
         dtype: of the tensor, where other stages do.
 
-    Communicates: over each axis that splits the tensor, the last step's first, one all-gather of the padded parts (with
-        `rank0_only` a gather, among the ranks that are still needed); over pp, one broadcast from the first stage that
-        holds it (with `rank0_only` one message to rank 0).
+    Communicates: over each axis that splits the tensor, the last step's first, one all-gather of the padded parts; over
+        pp, one broadcast from the first stage that holds it.
     """
     return _full_tensors([Part(local, layout, dtype)], mesh, rank0_only=rank0_only)[0]
 
@@ -155,15 +154,11 @@ def _batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 
 def _full_tensors(parts: Sequence[Part], mesh: Mesh, *, rank0_only: bool) -> list[Tensor | None]:
     """`gather_full`, on the CPU, as tensors that own their storage."""
-    return [
-        None if full is None else _on_host(full, part.local)
-        for full, part in zip(gather_full(parts, mesh, rank0_only=rank0_only), parts, strict=True)
-    ]
-
-
-def _on_host(full: Tensor, local: Tensor | None) -> Tensor:
-    is_same = local is not None and full.data_ptr() == local_part(local).data_ptr()
-    return full.detach().to("cpu", copy=True) if is_same else full.cpu()
+    found: list[Tensor | None] = []
+    for full, (local, *_) in zip(gather_full(parts, mesh), parts, strict=True):
+        is_own = local is not None and full.data_ptr() == local_part(local).data_ptr()
+        found.append(None if rank0_only and mesh.rank else full.detach().to("cpu", copy=is_own))
+    return found
 
 
 def local_tensor(full: Tensor, layout: Layout, coords: Mapping[str, int]) -> Tensor:

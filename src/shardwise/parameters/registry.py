@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise.comm.collectives import stored_dtensor
@@ -35,7 +34,7 @@ from shardwise.runtime.casting import Casting
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.fsdp_internals import Uses
 from shardwise.sharding.boxes import slices
-from shardwise.sharding.layout import Layout, Piece
+from shardwise.sharding.layout import Layout
 from shardwise.sharding.placement import Chunk, Held, Split
 from shardwise.stages.model import Stages
 
@@ -57,17 +56,15 @@ __all__ = [
     "mark",
     "named_entries",
     "note_parameters",
-    "parameters_of",
     "registry_of",
     "untied",
+    "walk_modules",
 ]
 
 _ATTRIBUTE = "_shardwise_registry"
 _ENTRY = "_shardwise_entry"
 _ENTRIES = "_shardwise_entries"
-_VIEW = "_shardwise_parameters"
-_CHANGES = [0]
-"""How often an entry was attached."""
+_WALK = "_shardwise_walk"
 
 
 class DataHandling(enum.StrEnum):
@@ -132,14 +129,11 @@ class ParameterEntry:
         return tuple(sorted({holders for _, holders in self.split.shared()})) if self.split is not None else ()
 
     @functools.cached_property
-    def owned(self) -> tuple[Piece, ...]:
-        """What this rank is the owner of: over all ranks, every canonical element exactly once."""
-        return self.layout.owned(self.registry.mesh.coords)
-
-    @functools.cached_property
     def owned_slices(self) -> tuple[tuple[slice, ...] | None, ...]:
-        """Where that is in this rank's tensor; None: it is all of it."""
-        found = [slices(piece.local) for piece in self.owned]
+        """The parts of this rank's tensor that it owns, None for all of it: over all ranks, every canonical element
+        once.
+        """
+        found = [slices(piece.local) for piece in self.layout.owned(self.registry.mesh.coords)]
         return tuple(None if [each.stop - each.start for each in own] == [*self.local_shape] else own for own in found)
 
     @functools.cached_property
@@ -229,7 +223,6 @@ class Registry:
         model: the split model, once it is attached.
         local_state: whether `state_dict` and optimizers' states are this rank's parts, as who split it by hand expects.
         stages: what runs this rank's stages of a pipeline; None without one.
-        mapped: FQNs of parameters that are still stored in private pages of the files they came from.
         reads_names: whether the names of the model's state are being read, of parts too.
         uses: what backward has used of the units of FSDP2 that ranks may use differently.
         idle_stages: the coords of pp that have no parameter to train, as the last gradient phase has found.
@@ -250,7 +243,6 @@ class Registry:
     model: Callable[[], nn.Module | None] = lambda: None
     local_state: bool = False
     stages: Stages | None = None
-    mapped: set[str] = field(default_factory=set)
     reads_names: bool = False
     uses: Uses = field(default_factory=Uses)
     idle_stages: tuple[int, ...] = ()
@@ -258,7 +250,7 @@ class Registry:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Registry:
         # A copied model runs on the same ranks.
-        copied = memo[id(self)] = replace(self, entries={}, mapped=set())
+        copied = memo[id(self)] = replace(self, entries={})
         model = self.model()
         if id(model) in memo:
             copied.model = weakref.ref(memo[id(model)])
@@ -311,23 +303,19 @@ def note_parameters(model: nn.Module, registry: Registry) -> None:
         own = (each for each, parameter in module._parameters.items() if parameter is not None)
         entries = module.__dict__.setdefault(_ENTRIES, {})
         entries |= {each: registry.entry(fqn_of(name, each)) for each in own}
-    _CHANGES[0] += 1
 
 
 def attach_registry(model: nn.Module, registry: Registry) -> None:
-    """Makes `registry` the model's, and lets every parameter and its owner know its entry."""
+    """Makes `registry` the model's, and lets every parameter know its entry."""
     model.__dict__[_ATTRIBUTE] = registry
     registry.model = weakref.ref(model)
-    for name, module in model.named_modules():
-        for own, parameter in module._parameters.items():
-            if parameter is not None:
-                attach_entry(module, own, registry.entry(fqn_of(name, own)))
+    for _ in find_parameters(model):
+        pass  # it marks them
 
 
 def attach_entry(owner: nn.Module, name: str, entry: ParameterEntry) -> None:
     """Makes `entry` that of the owner's parameter `name`, whichever tensor that will be."""
     owner.__dict__.setdefault(_ENTRIES, {})[name] = entry
-    _CHANGES[0] += 1
     parameter = owner._parameters[name]
     assert parameter is not None
     mark(parameter, entry)
@@ -344,94 +332,79 @@ def mark(value: Tensor, entry: ParameterEntry) -> None:
     setattr(value, _ENTRY, entry)
 
 
-class Parameters:
-    """The parameters of a split model, or of a module around one, with their entries; see [Note: found by identity].
-
-    Iterates over every parameter that this rank holds, once: (name, parameter, entry), by the first name that the
-    module gives it on any rank; the entry is None for a parameter that came in later. Modules are walked once, and
-    again when one was put in, taken out or replaced, or has other names of parameters.
+@dataclass(frozen=True)
+class ModuleWalk:
+    """The modules in a model, kept until one is put in, taken out or replaced, or has other names of parameters.
 
     Attributes:
-        entries: entries by all names, tied aliases included, also of parameters that other stages hold: the same on
-            every rank.
-        units: the modules that FSDP2 gathers by themselves.
+        modules: each once.
+        children: of each module, as they were.
+        names: of each module's parameters, as they were.
+        places: every parameter's name, module, and name there, also of parameters that other stages hold.
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        self.root = root
-        self.entries: dict[str, ParameterEntry] = {}
-        self._walk()
-
-    def _walk(self) -> None:
-        self._change = _CHANGES[0]
-        self._tree: list[tuple[nn.Module, list[nn.Module | None], list[str]]] = []
-        self._places: list[tuple[str, str, nn.Module, str, ParameterEntry | None]] = []
-        self.entries = {}
-        first: dict[int, str] = {}
-        seen: set[nn.Module] = set()
-        for name, module in self.root.named_modules(remove_duplicate=False):
-            entries = entries_of(module)
-            self.entries.update({fqn_of(name, own): entry for own, entry in entries.items()})
-            if module in seen:
-                continue
-            seen.add(module)
-            self._tree.append((module, list(module._modules.values()), list(module._parameters)))
-            for own in dict.fromkeys((*entries, *module._parameters)):
-                entry, alias = entries.get(own), fqn_of(name, own)
-                fqn = alias if entry is None else first.setdefault(id(entry), alias)
-                self._places.append((fqn, alias, module, own, entry))
-        self.units = [module for module, _, _ in self._tree if isinstance(module, FSDPModule)]
+    modules: list[nn.Module]
+    children: list[list[nn.Module | None]]
+    names: list[list[str]]
+    places: list[tuple[str, nn.Module, str]]
 
     @property
     def is_current(self) -> bool:
         """Whether the modules are those that were walked."""
-        if self._change != _CHANGES[0]:
-            return False
-        for module, children, names in self._tree:
-            if list(module._modules.values()) != children or list(module._parameters) != names:
-                return False
-        return True
-
-    def __iter__(self) -> Iterator[tuple[str, nn.Parameter, ParameterEntry | None]]:
-        seen: set[int] = set()
-        held: dict[int, nn.Parameter] = {}
-        for fqn, alias, module, own, entry in self._places:
-            parameter = module._parameters.get(own)
-            if parameter is None or id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            if entry is not None:
-                if held.setdefault(id(entry), parameter) is not parameter:
-                    raise untied(alias, fqn)
-                if entry_of(parameter) is not entry:
-                    mark(parameter, entry)
-            yield fqn, parameter, entry
-
-    def find_misshapen(self) -> Iterator[tuple[str, nn.Parameter, tuple[int, ...]]]:
-        """Split parameters, but those that FSDP2 holds, of another shape than this rank's part, with its shape."""
-        for fqn, _, module, own, entry in self._places:
-            if entry is not None and entry.split is not None and entry.data is not DataHandling.FSDP:
-                parameter = module._parameters.get(own)
-                if parameter is not None and parameter.shape != entry.local_shape:
-                    yield fqn, parameter, entry.local_shape
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None  # a copied module is walked when somebody asks
+        return all(
+            list(module._modules.values()) == children and list(module._parameters) == names
+            for module, children, names in zip(self.modules, self.children, self.names, strict=True)
+        )
 
 
-def parameters_of(model: nn.Module) -> Parameters:
-    """The parameters of a split model, or of a module around one."""
-    view: Parameters | None = model.__dict__.get(_VIEW)
-    if view is None or view.root is not model:
-        view = model.__dict__[_VIEW] = Parameters(model)
-    elif not view.is_current:
-        view._walk()
-    return view
+def walk_modules(root: nn.Module) -> ModuleWalk:
+    """The walk through the modules in `root`, a new one where they have changed."""
+    walk: ModuleWalk | None = root.__dict__.get(_WALK)
+    if walk is None or not walk.is_current:
+        named = list(root.named_modules())
+        modules = [module for _, module in named]
+        root.__dict__[_WALK] = walk = ModuleWalk(
+            modules=modules,
+            children=[list(module._modules.values()) for module in modules],
+            names=[list(module._parameters) for module in modules],
+            places=[
+                (fqn_of(name, own), module, own)
+                for name, module in named
+                for own in dict.fromkeys((*entries_of(module), *module._parameters))
+            ],
+        )
+    return walk
 
 
 def find_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterEntry | None]]:
-    """Every parameter that this rank holds: (first name, parameter, entry); see `Parameters`."""
-    return iter(parameters_of(model))
+    """Every parameter that this rank holds, once: (name, parameter, entry), by the first name that `model`, split or a
+    module around one, gives it on any rank; the entry is None for a parameter that came in later. See [Note: found by
+    identity].
+
+    Raises:
+        LayoutError: tied parameters are two now, or another tensor was assigned to a parameter's `data`.
+    """
+    names: dict[int, str] = {}
+    held: dict[int, nn.Parameter] = {}
+    seen: set[int] = set()
+    for alias, module, own in walk_modules(model).places:
+        parameter, entry = module._parameters.get(own), entries_of(module).get(own)
+        fqn = alias if entry is None else names.setdefault(id(entry), alias)
+        if parameter is None or id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        if entry is not None:
+            if held.setdefault(id(entry), parameter) is not parameter:
+                raise untied(alias, fqn)
+            if entry_of(parameter) is not entry:
+                mark(parameter, entry)
+            if entry.split and entry.data is not DataHandling.FSDP and parameter.shape != entry.local_shape:
+                raise LayoutError(
+                    f"{fqn} has shape {list(parameter.shape)}, and this rank's part of it is {list(entry.local_shape)}",
+                    why="another tensor was assigned to the parameter's data after the split",
+                    fix="assign what is made of p (p.data * 0.5), or load full tensors by load_state_dict",
+                )
+        yield fqn, parameter, entry
 
 
 def untied(name: str, first: str) -> LayoutError:
@@ -444,14 +417,20 @@ def untied(name: str, first: str) -> LayoutError:
 
 
 def named_entries(model: nn.Module) -> dict[str, ParameterEntry]:
-    """The entries by all names that `model`, split or a module around one, gives them; see `Parameters.entries`."""
-    return dict(parameters_of(model).entries)
+    """The entries by all names that `model`, split or a module around one, gives them, tied aliases included, also of
+    parameters that other stages hold: the same on every rank.
+    """
+    return {
+        fqn_of(name, own): entry
+        for name, module in model.named_modules(remove_duplicate=False)
+        for own, entry in entries_of(module).items()
+    }
 
 
 def canonical_entries(model: nn.Module) -> dict[str, ParameterEntry]:
     """The entries by their first names alone, as `find_parameters` gives them."""
     first: dict[int, tuple[str, ParameterEntry]] = {}
-    for name, entry in parameters_of(model).entries.items():
+    for name, entry in named_entries(model).items():
         first.setdefault(id(entry), (name, entry))
     return dict(first.values())
 
