@@ -237,7 +237,7 @@ def overflow_on_one_rank(mesh):
     gradients = gradients_of(model)
     gradients.is_late = True
     gradients.loss_scale.factor.fill_(2.0**10)
-    optimizer = shardwise.build_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)
+    optimizer = shardwise.build_optimizer(model, torch.optim.AdamW, lr=1e-3)
     step, batch = shardwise.TrainStep(model, mesh), rows_of(tiny_batch(model, rows=4), mesh)
     changed, scales = [], []
     for is_bad in (False, True, False):

@@ -26,19 +26,27 @@ class _PlainStep(torch.optim.Adam):
         """torch's lists of parameters, gradients and states for a step, with local tensors in place of others."""
         has_complex = super()._init_group(group, *lists)
         for values in lists:
-            values[:] = [local_part(x) if isinstance(x, DTensor | LocalGradient) else x for x in values]
+            values[:] = [local_part(x) if isinstance(x, DTensor | LocalGradient) else x for x in values]  # type: ignore[arg-type]
         return has_complex
+
+    def __reduce__(self) -> Any:
+        return _new, (class_of(self),), self.__getstate__()
 
 
 class Adam(_PlainStep):
-    __doc__ = torch.optim.Adam.__doc__
+    __module__, __doc__ = torch.optim.Adam.__module__, torch.optim.Adam.__doc__  # checkpoints name torch's class
 
 
 class AdamW(_PlainStep, torch.optim.AdamW):
-    __doc__ = torch.optim.AdamW.__doc__
+    __module__, __doc__ = torch.optim.AdamW.__module__, torch.optim.AdamW.__doc__
 
 
 _STEPPING: Mapping[Any, Any] = {torch.optim.Adam: Adam, torch.optim.AdamW: AdamW}
+
+
+def _new(optimizer_class: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    made = stepping_class(optimizer_class)
+    return made.__new__(made)
 
 
 def stepping_class(optimizer_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:

@@ -68,11 +68,12 @@ def _one_step(layout: Layout, back: int, mesh: Mesh) -> Layout:
 
 def _on_every_stage(value: Tensor | None, part: Part, mesh: Mesh) -> Tensor:
     """A tensor that is full on the stages that hold it, on every rank."""
-    held, group = part.layout.placement("pp"), mesh.group("pp")
-    if not isinstance(held, Held) or group is None:
+    held = part.layout.placement("pp")
+    if not isinstance(held, Held):
         assert value is not None, "every stage holds it"
         return value
-    source = held.coords[0]
+    source, group = held.coords[0], mesh.group("pp")
+    assert group is not None, "a layout with a step on pp is that of a pipeline"
     if mesh.coord("pp") == source:
         assert value is not None, "it holds the tensor"
         full = value.to(mesh.device).contiguous()
