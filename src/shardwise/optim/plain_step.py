@@ -23,7 +23,7 @@ _HOW = ("foreach", "fused", "capturable", "differentiable")
 
 class _PlainStep(torch.optim.Adam):
     def _init_group(self, group: Any, *lists: list[Any]) -> Any:
-        """torch's lists of parameters, gradients and states for a step, with local tensors in place of others."""
+        """Torch's lists of parameters, gradients and states for a step, with local tensors in place of others."""
         has_complex = super()._init_group(group, *lists)
         for values in lists:
             values[:] = [local_part(x) if isinstance(x, DTensor | LocalGradient) else x for x in values]  # type: ignore[arg-type]
@@ -76,8 +76,7 @@ def takes_left_out(optimizer: torch.optim.Optimizer, device: torch.device) -> bo
         isinstance(optimizer, _PlainStep)
         and "grad_scale" not in optimizer.__dict__  # as GradScaler gives it, with a found_inf of its own
         and all(
-            group["fused"] and {each.device for each in group["params"]} <= {device}
-            for group in optimizer.param_groups
+            group["fused"] and {each.device for each in group["params"]} <= {device} for group in optimizer.param_groups
         )
     )
 
