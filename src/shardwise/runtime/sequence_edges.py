@@ -43,7 +43,14 @@ def install_stack(layers: nn.ModuleList, stack: str, context: SplitContext) -> N
     change_hidden(layers[0], enter)
     for layer in layers if context.has_dropout else ():
         _install_rng(layer, context)
-    layers[-1].register_forward_hook(leave)
+    gather = layers[-1].register_forward_hook(leave)
+
+    def gather_last(module: nn.Module, args: Any) -> None:
+        hooks = layers[-1]._forward_hooks
+        if next(reversed(hooks)) != gather.id:
+            hooks.move_to_end(gather.id)
+
+    layers[0].register_forward_pre_hook(gather_last)  # hooks that users add compute with parts on every layer
 
 
 def install_owner(owner: nn.Module, stack: str, context: SplitContext) -> None:
