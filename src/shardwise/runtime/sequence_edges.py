@@ -48,7 +48,7 @@ def install_stack(layers: nn.ModuleList, stack: str, context: SplitContext) -> N
     def gather_last(module: nn.Module, args: Any) -> None:
         hooks = layers[-1]._forward_hooks
         if next(reversed(hooks)) != gather.id:
-            hooks.move_to_end(gather.id)
+            hooks[gather.id] = hooks.pop(gather.id)
 
     layers[0].register_forward_pre_hook(gather_last)  # hooks that users add compute with parts on every layer
 
