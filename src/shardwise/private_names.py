@@ -25,7 +25,6 @@ torch._C._autograd._top_saved_tensors_default_hooks
 torch._C._current_graph_task_id
 torch._C._disabled_torch_function_impl
 torch._C._functorch.peek_interpreter_stack
-torch._C._is_alias_of
 torch._C._len_torch_dispatch_stack
 torch._C._will_engine_execute_node
 torch._amp_foreach_non_finite_check_and_unscale_
@@ -45,7 +44,6 @@ torch._subclasses.fake_tensor.DynamicOutputShapeException
 torch._subclasses.fake_tensor.FakeTensor
 torch._subclasses.fake_tensor.FakeTensorMode
 torch._subclasses.fake_tensor.unset_fake_temporarily
-torch.autograd.Function:_backward_cls
 torch.autograd.Variable._execution_engine.queue_callback
 torch.distributed.DeviceMesh:_flatten
 torch.distributed.ProcessGroup:_device_types
@@ -87,7 +85,6 @@ torch.distributed.pipelining.schedules._PipelineScheduleRuntime:_prepare_schedul
 torch.distributed.pipelining.schedules._PipelineScheduleRuntime:_step_microbatches
 torch.distributed.pipelining.stage._PipelineStageBase
 torch.distributed.tensor.DTensor:_local_tensor
-torch.distributed.tensor._api._FromTorchTensor
 torch.distributed.tensor._dtensor_spec.DTensorSpec
 torch.distributed.tensor._dtensor_spec.TensorMeta
 torch.distributed.tensor._sharding_prop.ShardingPropagator
@@ -114,6 +111,7 @@ torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 torch.ops.aten._to_copy
 torch.ops.aten._unsafe_view
 torch.optim.Optimizer:_optimizer_state_dict_pre_hooks
+torch.optim.Optimizer:_optimizer_step_post_hooks
 torch.optim.lr_scheduler.LRScheduler:_last_lr
 torch.optim.lr_scheduler.SequentialLR:_schedulers
 torch.optim.optimizer._foreach_supported_types

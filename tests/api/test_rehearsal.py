@@ -113,7 +113,7 @@ def on_two_ranks():
         with shardwise.Mesh.open(layout) as mesh:
             torch.manual_seed(0)
             without_logits[name] = hold_without_logits(mesh, spec)
-    with shardwise.Mesh.open("tp2"), pytest.raises(MeshError, match="is a rank already"):
+    with shardwise.Mesh.open("tp2"), pytest.raises(MeshError, match="has a process group"):
         rehearse("tp2", ParallelSpec())
     return held, without_logits, traffic
 

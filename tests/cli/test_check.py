@@ -211,6 +211,6 @@ def test_the_plan_is_printed_for_a_run_a_config_and_a_directory(run, tmp_path, c
     assert main(["plan", str(config)]) == 1
     assert "no layout is given" in capsys.readouterr().err
     assert main(["plan", str(tmp_path / "corpus"), "--layout", "tp2"]) == 1
-    assert "the directory has no config.json" in capsys.readouterr().err
+    assert "cannot read the model config" in capsys.readouterr().err
     assert main(["plan", "./nowhere", "--layout", "tp2"]) == 1
     assert "nothing can be loaded from './nowhere'" in capsys.readouterr().err

@@ -267,7 +267,7 @@ def test_ranks_end_with_their_caller(tmp_path, end):
     script = write_script(tmp_path, "if __name__ == '__main__': spawn(sleep, 2, sys.argv[1])")
     pids = tmp_path / "pids"
     pids.mkdir()
-    exchange = tmp_path / "exchange"
+    exchange = tmp_path / "x"  # paths of sockets must be short
     exchange.mkdir()
     caller = subprocess.Popen(
         [sys.executable, str(script), str(pids)],

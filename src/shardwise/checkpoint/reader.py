@@ -151,11 +151,11 @@ class StoredParts:
             with path.open("rb") as file:
                 start = file.read(8)
                 header = start + file.read(min(int.from_bytes(start, "little"), self.manifest.files[name].num_bytes))
+            if zlib.crc32(header) != self.manifest.files[name].crc:
+                raise self._damaged(f"the header of {name}", name)
+            return safe_open(path, framework="pt")
         except OSError as error:
             raise LoadError(f"cannot read {name}", at=str(path), why=str(error)) from error
-        if zlib.crc32(header) != self.manifest.files[name].crc:
-            raise self._damaged(f"the header of {name}", name)
-        return safe_open(path, framework="pt")
 
     def _damaged(self, what: str, file: str) -> LoadError:
         return LoadError(
