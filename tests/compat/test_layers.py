@@ -211,7 +211,7 @@ def test_query_key_and_value_with_gathered_outputs(fused, bias, copies):
         x = draw((3, 6))
         module = GroupedProjections(
             6, (8, 4), mesh, copies=copies, num_heads=4 // copies, fused=fused, bias=bias, gathers=True
-        ).eval()  # its model, which sums gradients of copies, is not known
+        )
         outs = module(x)
         sum((out * torch.linspace(-1, 1, out.shape[-1])).sum() for out in outs).backward()
         return [out.detach() for out in outs], x.grad
@@ -252,29 +252,3 @@ def test_what_cannot_be_is_an_error():
             StandaloneEmbedding(4, 4, mesh, scale_grad_by_freq=True)
 
     on(2, compute)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_gradients_of_keys_that_ranks_share_are_summed_before_a_model_is_known(fused):
-    x = torch.randn(3, 4)
-    layers = [nn.Linear(4, size) for size in (8, 4, 4)]
-    query, key, value = (each(x) for each in layers)
-    ((query[:, :4].square() + query[:, 4:].square()) * key).sum().add(3 * value.square().sum()).backward()
-    kinds = ("weight", "bias")
-    state = {f"{kind}_{name}": getattr(each, kind) for kind in kinds for name, each in zip("qkv", layers, strict=True)}
-    own = {name: each.grad.chunk(2) if name[-1] == "q" else (each.grad, each.grad) for name, each in state.items()}
-    if fused:
-        of = {kind: [name for name in state if name.startswith(kind)] for kind in kinds}
-        own = {f"{kind}_qkv": [torch.cat([own[name][rank] for name in of[kind]]) for rank in (0, 1)] for kind in kinds}
-        state = {f"{kind}_qkv": torch.cat([state[name].detach() for name in of[kind]]) for kind in kinds}
-
-    def compute(mesh):
-        module = GroupedProjections(4, (8, 4), mesh, copies=2, num_heads=1, fused=fused)
-        module.load_state_dict(state)
-        query, key, value = module(x)
-        (query.square() * key).sum().add(value.square().sum() * (mesh.rank + 1)).backward()
-        return {name: each.grad for name, each in module.named_parameters()}
-
-    for rank, grads in enumerate(on(2, compute)):
-        for name, gradient in grads.items():
-            close(gradient, own[name][rank], torch.float32)

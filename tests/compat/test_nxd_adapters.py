@@ -145,9 +145,9 @@ def adapters(mesh, tp, copies, parts, base, merged, biases, directory):
     place = f"last/{'merged' if merged else 'base'}/model" if base else "lora_adapter/adapter_model"
     written = load_file(f"{directory}/{place}.safetensors")
     if not base:
-        wanted = get_peft_model_state_dict(unsplit.module)
+        wanted = get_peft_model_state_dict(unsplit)
     elif merged:
-        wanted = unsplit.module.merge_and_unload().state_dict()
+        wanted = unsplit.merge_and_unload().state_dict()
     else:
         wanted = start
     wanted = {name if name in start else name_of(name): value for name, value in wanted.items()}
@@ -171,7 +171,7 @@ def adapters(mesh, tp, copies, parts, base, merged, biases, directory):
     ("tp", "copies", "parts", "base", "merged", "biases"),
     [
         *([(2, 1, True, True, False, "none")] if FULL_PRODUCT else []),
-        (2, 2, False, True, True, "all"),
+        (2, 1, False, True, True, "all"),
         (4, 2, True, False, False, "lora_only"),
     ],
 )

@@ -34,7 +34,7 @@ COLUMN = {**LINEAR, "gather_output": (True, False), "sequence": (None, 0, 1)}
 ROW = {**LINEAR, "input_is_parallel": (True, False), "reduce_output": (True, False), "sequence": (None, 0, 1)}
 EMBEDDING = {**INPUTS, "features": (8, 7), "rows": (12, 11), "by_features": (False, True), "padding": (None, 0, 10)}
 GROUPED = {**INPUTS, "bias": (True, False), "fused": (True, False), "gather_output": (True, False), "frozen": (0, 1)}
-GROUPED |= {"heads": (2, 3), "copies": (1, 2, 4), "known": ("at once", "by the config", "by head_dim")}
+GROUPED |= {"heads": (1, 2, 4), "known": ("at once", "by the config", "by head_dim")}
 
 
 def pairwise(choices):
@@ -200,9 +200,8 @@ def embedding(cell):
 
 def grouped(cell):
     """Four query heads of two features over each key/value head; frozen weights still pass gradients on."""
-    tp, heads, copies = parallel_state.get_tensor_model_parallel_size(), cell["heads"], cell["copies"]
-    while not cell["gather_output"] and heads * copies % tp:
-        copies *= 2
+    heads = cell["heads"]
+    copies = max(1, parallel_state.get_tensor_model_parallel_size() // heads)
     reference = nn.ModuleList(
         nn.Linear(6, size, cell["bias"], dtype=cell["dtype"]) for size in (8 * heads, 2 * heads, 2 * heads)
     )
@@ -322,6 +321,7 @@ def wrong_copies(mesh):
         lambda: build([8, 4], kv_size_multiplier=4, num_heads=2),
         lambda: build([6, 6], num_heads=3),
         lambda: build([8, 4], kv_size_multiplier=2).eval()(torch.randn(1, 6)),
+        lambda: build([8, 4], kv_size_multiplier=2, num_heads=2)(torch.randn(1, 6)),
         known_late,
     ):
         try:
@@ -355,7 +355,8 @@ def test_copies_of_heads_that_do_not_fit_are_refused(on_ranks, layout):
             "4 copies (kv_size_multiplier) of 2 key/value heads",
             "1 copies (kv_size_multiplier) of 3 key/value heads",
             said[2],
+            "a layer with copies of key/value heads in a model that is not known",
             "2 copies (kv_size_multiplier) of 1 key/value heads",
         ]
         assert said[2].startswith("kv_size_multiplier 2 is taken at its word")
-        assert "use kv_size_multiplier 2" in said[0] and "divides the 3 query heads" in said[1]
+        assert "use kv_size_multiplier 2" in said[0] and "divides the query heads" in said[1]

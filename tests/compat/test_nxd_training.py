@@ -213,9 +213,6 @@ def pipelines(mesh):
         "cut": {"pipeline_cuts": ["model.layer.0"]},
         "last": {"pipeline_cuts": ["model.layers.1"]},
         "number": {"pipeline_cuts": ["model.layers.0"], "virtual_pipeline_size": 2},
-        "by hand": {"manual_pp_partition": True},
-        "half by hand": {"manual_pp_loss_fn": nn.CrossEntropyLoss()},
-        "losses": {"return_mb_loss": True, "broadcast_and_average_loss": True},
         "key": {"num_microbatch": 2},
     }
     for name, pipeline_config in wrong.items():
@@ -251,9 +248,6 @@ def test_pipelines_say_what_is_wrong(on_ranks, layout):
         "cut": "did you mean 'model.layers.0'?",
         "last": "the last layer",
         "number": "stages",
-        "by hand": "LlamaForCausalLM is no list of layers",
-        "half by hand": "manual_pp_loss_fn without manual_pp_partition",
-        "losses": "return_mb_loss and broadcast_and_average_loss",
         "key": "did you mean 'num_microbatches'?",
     }.items():
         assert part in said[name], said[name]

@@ -183,7 +183,6 @@ def details(mesh, directory):
         "groups of others": lambda: xm.optimizer_step(torch.optim.SGD([torch.ones(1)]), groups=[[0, 1, 2, 3]]),
         "max_norm": lambda: ParallelEmbedding(4, 4, max_norm=1.0),
         "pair": lambda: GQAQKVColumnParallelLinear(4, 4),
-        "norm type": lambda: clip_grad_norm([torch.ones(1)], 1.0, "max"),
         "not saved": lambda: parallel_layers.load(f"{directory}/nowhere"),
     }.items():
         try:
@@ -276,7 +275,6 @@ def test_groups_saving_and_what_is_refused(on_ranks, layout, tmp_path):
             "groups of others": ["[[0, 1, 2, 3]]", "[[0, 2], [1, 3]]"],
             "max_norm": ["max_norm"],
             "pair": ["output_size is 4"],
-            "norm type": ["'max'", '"inf"'],
             "not saved": ["no checkpoint at", "nowhere"],
             "kind": ["load_xser=True"],
             "before": ["not initialised", "initialize_model_parallel"],

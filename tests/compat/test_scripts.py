@@ -154,7 +154,7 @@ def test_wrong_arguments_are_one_error_with_the_remedy(tmp_path):
         "max_grad_norm is -1": lambda: nxd.neuronx_distributed_config(optimizer_config={"max_grad_norm": -1}),
         "num_microbatches is 0": lambda: nxd.neuronx_distributed_config(pipeline_config={"num_microbatches": 0}),
         "that builds it": lambda: nxd.initialize_parallel_model(config, plain),
-        "needs manual_pp_partition": lambda: nxd.initialize_parallel_model(config, lambda: [plain]),
+        "let model_fn return": lambda: nxd.initialize_parallel_model(config, lambda: [plain]),
         "nxd_config is no config": lambda: nxd.initialize_parallel_model({}, nn.Linear, 2, 2),
         "pass it as torch.optim.AdamW": lambda: nxd.initialize_parallel_optimizer(config, "adamw", parameters()),
         "cannot be a Linear": lambda: nxd.initialize_parallel_optimizer(config, optimizer, plain),
@@ -188,7 +188,6 @@ def test_what_the_documents_name_is_there_after_the_import_of_the_package():
     import shardwise.compat.optimum_neuron as optimum
 
     assert nxd.lightning.NeuronLTModule
-    assert nxd.pipeline.manual_pipe_stage
     assert optimum.distributed.Parallelizer
     with pytest.raises(AttributeError, match="no attribute 'lightening'"):
         _ = nxd.lightening
@@ -206,13 +205,12 @@ def kinds(mesh):
         "use CPUOffloadPolicy": lambda: split(model, rank_mesh, offload_policy=True),
         "cannot be a NoneType": lambda: split(None, rank_mesh),
         "pass the model itself, first": lambda: nv(optimizer, rank_mesh),
-        "class paths are 3": lambda: nv(model, rank_mesh, 3),
-        "has the key 3": lambda: split(model, rank_mesh, tp_shard_plan={3: "colwise"}),
+        "class paths cannot be a int": lambda: nv(model, rank_mesh, 3),
         "not its class or name": lambda: nemo.get_hf_tp_shard_plan("llama"),
         "pass the model itself": lambda: Parallelizer.parallelize("llama"),
         "str is not a model": lambda: Parallelizer.load_model_sharded_checkpoint("saved", model),
-        "is no id": lambda: Parallelizer.optimizer_for_mp(optimizer, dict(model.named_parameters())),
-        "cannot be a NoneType ": lambda: Parallelizer.optimizer_for_mp(optimizer, None),
+        "one of ids": lambda: Parallelizer.optimizer_for_mp(optimizer, dict(model.named_parameters())),
+        "one of ids ": lambda: Parallelizer.optimizer_for_mp(optimizer, None),
     }.items():
         with pytest.raises((ConfigError, PlanError, LayoutError), match=said.strip()):
             call()

@@ -102,16 +102,6 @@ class ColumnLora(_SplitLora):
         self.lora_B[adapter_name] = last
         first.partial_parameters = ("weight",) if base.sequence_dim is not None else ()
 
-    def merge(self, *args: Any, **options: Any) -> None:
-        """Merges as PEFT does, into this rank's part of one weight.
-
-        Raises:
-            UnsupportedError: the base holds query, key and value.
-        """
-        if isinstance(self.get_base_layer(), GroupedProjections):
-            raise _not_in_place(self)
-        super().merge(*args, **options)
-
 
 class RowLora(_SplitLora):
     """Around a row-split linear: A is split as the base's input is, B is replicated."""
@@ -147,10 +137,6 @@ class EmbeddingLora(Embedding):
             for parameters in (self.lora_embedding_A, self.lora_embedding_B):
                 parameters.partial_parameters = tuple(parameters.keys())
 
-    def merge(self, *args: Any, **options: Any) -> None:
-        """Raises UnsupportedError."""
-        raise _not_in_place(self)
-
     def forward(self, ids: Tensor, *args: Any, **options: Any) -> Tensor:
         """Adds the adapters' rows to those that this rank returns. Args: ids int `[b, s]`."""
         if self.disable_adapters and self.merged:
@@ -162,14 +148,6 @@ class EmbeddingLora(Embedding):
                 rows = F.embedding(ids, self.lora_embedding_A[name].T, base.padding_row)
                 out = _add(out, rows @ self.lora_embedding_B[name].T, self.scaling[name])
         return out
-
-
-def _not_in_place(wrapper: Any) -> UnsupportedError:
-    return UnsupportedError(
-        f"merging adapters into the weights of a {type(wrapper.get_base_layer()).__name__}",
-        why="a rank's part of the adapter is not the change of its part of the weight",
-        fix='write the merged model with shardwise.export_pretrained(model, directory, adapter="merged")',
-    )
 
 
 def _add(out: Any, product: Any, scaling: float) -> Any:

@@ -14,15 +14,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.api.prepare import complete_split
 from shardwise.api.sources import Place, fill_later
-from shardwise.comm.agree import raise_on_all_ranks, run_in_turns, sum_of
+from shardwise.comm.agree import raise_on_all_ranks, run_in_turns
 from shardwise.compat.layers.grouped import note_heads
-from shardwise.compat.layers.split_module import SplitModule, by_hand, stored
-from shardwise.compat.layers.transparent import seen_through
+from shardwise.compat.layers.split_module import SplitModule, by_hand, layout_of
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.estimate.cuts import cut
 from shardwise.lora.wrapper import guard_wrapper
@@ -32,17 +31,11 @@ from shardwise.parallel.facts import read_facts
 from shardwise.parallel.materialize import put_tensor
 from shardwise.parallel.starting_values import allocate_meta, initialize_meta
 from shardwise.parameters.canonical import local_tensor
-from shardwise.parameters.registry import (
-    Registry,
-    find_parameters,
-    is_split,
-    local_part,
-    registry_of,
-)
-from shardwise.parameters.replicas import balance_of, find_unequal_replicas
+from shardwise.parameters.registry import Registry, is_split, registry_of
+from shardwise.parameters.replicas import find_unequal_replicas
 from shardwise.plan.data_axes import with_data_axes
 from shardwise.plan.decision import ParameterPlan, SplitPlan
-from shardwise.plan.options import FsdpPolicy, ParallelSpec, Pipeline, Recompute
+from shardwise.plan.options import FsdpPolicy, ParallelSpec, Pipeline, Recompute, check_kind
 from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.rule import ParameterRule
 from shardwise.plan.structure import fqn_of
@@ -51,9 +44,9 @@ from shardwise.runtime.context import SplitContext
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Held
 
-__all__ = ["adopt_model", "build_in_turns", "split_rewritten"]
+__all__ = ["adopt_model", "build_in_turns", "check_equal_replicas", "split_rewritten"]
 
-_EDITS_BY_HAND = frozenset({"names", "stages", "registry", "device", "recomputation", "data", "absent"})
+_EDITS = ("names", "stages", "registry", "device", "recomputation", "data", "absent")
 """The steps of a model whose modules divide themselves."""
 
 
@@ -82,7 +75,9 @@ def build_in_turns(
 
     def built() -> nn.Module:
         with torch.device("meta") if on_meta else nullcontext():
-            return build()
+            model = build()
+        check_kind("the model", model, nn.Module, fix="let model_fn return a torch module")
+        return model
 
     turn, num_turns = mesh.rank // ranks_at_a_time, -(-mesh.shape.world_size // ranks_at_a_time)
     model = run_in_turns(built, mesh.group(), turn=turn, num_turns=num_turns, doing="building the model")
@@ -91,9 +86,8 @@ def build_in_turns(
     if on_meta and fill is not None:
         allocate_meta(model, device)
         with torch.random.fork_rng(devices=()):  # what `fill` leaves out, such as buffers, starts as in the model
-            for module in model.modules() if isinstance(model, PreTrainedModel) else ():
-                model._init_weights(module)  # type: ignore[operator]
-        given = (device,) if _takes_two(fill) else ()
+            _initialize(model)
+        given = (device,) if len(inspect.signature(fill).parameters) > 1 else ()
         for module in model.modules():
             fill(module, *given)
         if isinstance(model, PreTrainedModel):
@@ -103,12 +97,9 @@ def build_in_turns(
     return model.to(device)
 
 
-def _takes_two(fill: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(fill).bind(None, None)
-    except TypeError:
-        return False
-    return True
+def _initialize(model: nn.Module) -> None:
+    for module in model.modules() if isinstance(model, PreTrainedModel) else ():
+        model._init_weights(module)  # type: ignore[operator]
 
 
 def adopt_model(
@@ -137,10 +128,9 @@ def adopt_model(
         UnsupportedError: torch has wrapped it.
 
     Communicates: the creation of groups for what several ranks hold of split parameters; in the first forward that
-        gradients are made of, one all-reduce of a number. From here on every backward sums gradients over the data
-        ranks (their mean) and where tp ranks hold parts of the sum.
+        gradients are made of, one gather of digests. From here on every backward sums gradients over the data ranks
+        (their mean) and where tp ranks hold parts of the sum.
     """
-    given = seen_through(given)
     model = find_model(given)
     with raise_on_all_ranks(mesh.group(), "reading the model"):
         check_unsplit(model)
@@ -153,8 +143,7 @@ def adopt_model(
         plan = with_data_axes(plan, facts, mesh.shape, stages)
     registry = Registry(mesh=mesh, plan=plan, context=SplitContext.of(mesh), tied=plan.tied, local_state=True)
     spec = ParallelSpec(recompute=recompute or Recompute(), fsdp=policy or FsdpPolicy())
-    skipped = {"data"} if policy is None else set()
-    edits = [edit for edit in EDITS if edit.name in _EDITS_BY_HAND - skipped]
+    edits = [edit for edit in EDITS if edit.name in _EDITS and (edit.name != "data" or policy is not None)]
     apply_edits(Job(model=model, registry=registry, spec=spec), edits)
     complete_split(model, registry)
     guard_wrapper(given, registry)
@@ -162,39 +151,35 @@ def adopt_model(
         if isinstance(module, SplitModule):
             module.mark_parameters()
     if mesh.shape.world_size > 1 and stages is None:  # a pipeline runs parts of the model on every rank at other times
-        _compare_once(model, registry)
+        _check_at_first_forward(model)
     return registry
 
 
-def _compare_once(model: nn.Module, registry: Registry) -> None:
-    """Has the first forward that gradients are made of refuse a model that is another one on every rank; before, its
-    weights may still be loaded.
+def _check_at_first_forward(model: nn.Module) -> None:
+    pending = [True]  # shared with copies of the model, which have the hook, too
+
+    def check(module: nn.Module, args: Any) -> None:
+        if pending and torch.is_grad_enabled() and module.training and not torch.compiler.is_compiling():
+            handle.remove()
+            pending.clear()
+            check_equal_replicas(model)
+
+    handle = model.register_forward_pre_hook(check)
+
+
+def check_equal_replicas(model: nn.Module) -> None:
+    """Raises `LayoutError` on every rank where ranks hold different copies of a parameter; called before the first
+    training step, because weights may be loaded until then.
+
+    Communicates: over all ranks, one gather of digests.
     """
-    mesh, pending = registry.mesh, [True]  # shared with copies of the model, which have the hook, too
-
-    def compare(module: nn.Module, args: Any) -> None:
-        if not pending or not torch.is_grad_enabled() or not module.training or torch.compiler.is_compiling():
-            return
-        handle.remove()
-        pending.clear()
-        copies = [(name, entry, local_part(each.detach())) for name, each, entry in find_parameters(model) if entry]
-        if sum_of(balance_of(copies), mesh.group(), mesh.device) and (names := find_unequal_replicas(model)):
-            raise LayoutError(
-                f"the ranks hold different copies of {names[0]}" + f" and {len(names) - 1} more" * (len(names) > 1),
-                why="they drew other random numbers; or each tp rank holds a part of it, and nothing says so",
-                fix="call torch.manual_seed alike on every rank before the model is built; of a parameter that you "
-                "sliced, set tensor_model_parallel = True and partition_dim",
-            )
-
-    handle = model.register_forward_pre_hook(compare)
-
-
-def _is_partial(module: nn.Module, name: str, parameter: Tensor) -> bool:
-    """Whether a parameter's gradient on a rank is a term of a sum over tp. Our own layers say so themselves: marks on
-    their parameters are lost where these are replaced. Modules of the user's have the mark alone.
-    """
-    own = getattr(module, "partial_parameters", ())
-    return name in own or bool(getattr(parameter, "sequence_parallel_enabled", False))
+    if names := find_unequal_replicas(model):
+        raise LayoutError(
+            f"the ranks hold different copies of {names[0]}" + f" and {len(names) - 1} more" * (len(names) > 1),
+            why="they drew other random numbers; or each tp rank holds a part of it, and nothing says so",
+            fix="call torch.manual_seed alike on every rank before the model is built; of a parameter that you "
+            "sliced, set tensor_model_parallel = True and partition_dim",
+        )
 
 
 def _plan(model: nn.Module, mesh: Mesh, policy: FsdpPolicy | None, *, is_cut: bool) -> SplitPlan:
@@ -213,13 +198,16 @@ def _plan(model: nn.Module, mesh: Mesh, policy: FsdpPolicy | None, *, is_cut: bo
                 continue
             split = module.placements.get(own) if isinstance(module, SplitModule) else None
             split = split or by_hand(parameter, mesh)
-            layout = stored(parameter, split, mesh, data_axes=policy is None)
-            is_partial = mesh.size("tp") > 1 and _is_partial(module, own, parameter)
+            layout = layout_of(parameter.shape, split, mesh, data_axes=policy is None)
+            # Our own modules list them: marks are lost where parameters are replaced. Other modules have marks alone.
+            is_partial = own in getattr(module, "partial_parameters", ()) or getattr(
+                parameter, "sequence_parallel_enabled", False
+            )
             parameters[fqn] = ParameterPlan(
                 fqn=fqn,
                 layout=Layout(layout.shape, (*stage, *layout.steps)),
                 rule=ParameterRule(fqn, "replicate" if split is None else f"split({split.dim})", source="module"),
-                gradient="partial" if is_partial else "full",
+                gradient="partial" if is_partial and mesh.size("tp") > 1 else "full",
                 data="reduced" if mesh.data_size > 1 and policy is None else "",
                 stages=(mesh.coord("pp"),),
             )
@@ -274,11 +262,9 @@ def _take_over(model: nn.Module, registry: Registry, before: Mapping[str, nn.Par
     """Gives new parameters their part of those that had their names; meta where these were."""
     for fqn, value in list(model.named_parameters()):
         old, entry = before.get(fqn), registry.entry(fqn)
-        if old is None or old is value or tuple(old.shape) != entry.layout.shape:
-            continue
-        shape = entry.layout.local_shape(registry.mesh.coords)
-        if old.is_meta:
-            own = torch.empty(shape, dtype=old.dtype, device="meta")
-        else:
-            own = local_tensor(old.detach(), entry.layout, registry.mesh.coords).to(registry.mesh.device)
-        put_tensor(model, registry, entry.fqn, own)
+        if old is not None and old is not value and tuple(old.shape) == entry.layout.shape:
+            if old.is_meta:
+                own = torch.empty(entry.layout.local_shape(registry.mesh.coords), dtype=old.dtype, device="meta")
+            else:
+                own = local_tensor(old.detach(), entry.layout, registry.mesh.coords).to(registry.mesh.device)
+            put_tensor(model, registry, entry.fqn, own)

@@ -130,7 +130,6 @@ class RowLinear(_SplitLinear):
         self.input_is_split, self.reduces = input_is_split, reduces
         if self.bias is not None and (self.sequence_dim is not None or not reduces):
             self.partial_parameters = ("bias",)
-            self.mark_parameters()
 
     def forward(self, x: Tensor) -> Any:
         """Args: x `[..., in]`, per rank its part where `input_is_split`. Returns `[..., out]`."""

@@ -53,7 +53,6 @@ __all__ = [
     "new_linear",
     "own_features",
     "running_alone",
-    "stored",
 ]
 
 Init = Callable[[Tensor], Any]
@@ -70,11 +69,9 @@ class SplitModule(nn.Module):
             meet this rank's part of the sequence.
         padded_width: to how many features this rank's are filled up with zeros; see [Note: heads are padded in
             activations].
-        keeps_full: whether `start` keeps full weights, as they were drawn, as `master_weight…`; set before `__init__`.
     """
 
     padded_width: int = 0
-    keeps_full: bool = False
     partial_parameters: tuple[str, ...] = ()
 
     def __init__(self, mesh: Mesh) -> None:
@@ -97,8 +94,6 @@ class SplitModule(nn.Module):
         self._draw = draw
         for name, full in draw().items():
             self.add_parameter(name, full, splits[name], device=device)
-            if self.keeps_full and full is not None and name.startswith("weight") and not full.is_meta:
-                self.__dict__[f"master_{name}"] = full.detach().clone()
         self.mark_parameters()
 
     def mark_parameters(self) -> None:
@@ -107,11 +102,7 @@ class SplitModule(nn.Module):
             parameter: Any = self._parameters.get(name)
             if parameter is not None:  # another stage's
                 parameter.tensor_model_parallel, parameter.partition_dim = True, split.dim
-                parameter.partition_stride, parameter.num_partitions = max(map(len, split.pieces)), split.parts
-        for name in self.partial_parameters:
-            parameter = self._parameters.get(name)
-            if parameter is not None:
-                parameter.sequence_parallel_enabled = True
+                parameter.partition_stride = max(map(len, split.pieces))
 
     def add_parameter(
         self, name: str, full: Tensor | None, split: Split | None, *, device: torch.device | str | None = None
@@ -195,13 +186,17 @@ def running_alone(model: nn.Module, mesh: Mesh) -> Iterator[None]:
 
 
 def layout_of(shape: Sequence[int], split: Split | None, mesh: Mesh, *, data_axes: bool = True) -> Layout:
-    """How a parameter of a hand-written model is stored: divided over tp, or replicated, and replicated over data
-    ranks, unless the `data_axes` are left out.
+    """The layout of a parameter of a hand-written model: divided over tp, or replicated, and replicated over data ranks
+    unless the `data_axes` are left out.
+
+    Args:
+        shape: full, or this rank's.
     """
+    shape = tuple(shape) if split is None else (*shape[: split.dim], split.size, *shape[split.dim + 1 :])
     placements: list[tuple[str, Split | Replicate]] = [("tp", Replicate() if split is None else split)]
     placements += [(axis, Replicate()) for axis in reversed(DATA_AXES) if data_axes]
     return Layout(
-        tuple(shape),
+        shape,
         tuple(Step(axis, mesh.size(axis), placement) for axis, placement in placements if mesh.size(axis) > 1),
     )
 
@@ -216,22 +211,13 @@ def by_hand(parameter: Tensor, mesh: Mesh) -> Split | None:
     parts, said = mesh.size("tp"), vars(parameter)
     if parts == 1 or not said.get("tensor_model_parallel", False):
         return None
-    dim = said.get("partition_dim", 0)
+    dim, num_sections = said.get("partition_dim", 0), said.get("partition_stride", 1)
     if type(dim) is not int or not 0 <= dim < parameter.ndim:
         raise ConfigError(
             f"partition_dim is {dim!r} on a parameter of {tuple(parameter.shape)} with tensor_model_parallel",
             fix="set the dim of which each tp rank holds its part",
         )
-    num_sections = said.get("partition_stride", 1)
     return equal_sections(dim, parameter.shape[dim] * parts, num_sections=num_sections, parts=parts)
-
-
-def stored(parameter: Tensor, split: Split | None, mesh: Mesh, *, data_axes: bool = True) -> Layout:
-    """`layout_of` a parameter of which this rank holds its part by `split`."""
-    shape = list(parameter.shape)
-    if split is not None:
-        shape[split.dim] = split.size
-    return layout_of(shape, split, mesh, data_axes=data_axes)
 
 
 def mark_known(parameters: Iterable[Tensor], mesh: Mesh) -> None:
@@ -241,7 +227,7 @@ def mark_known(parameters: Iterable[Tensor], mesh: Mesh) -> None:
     registry = Registry(mesh=mesh, plan=SplitPlan(shape=mesh.shape, parameters={}), context=SplitContext.of(mesh))
     for parameter in parameters:
         if entry_of(parameter) is None:
-            layout = stored(parameter, by_hand(parameter, mesh), mesh)
+            layout = layout_of(parameter.shape, by_hand(parameter, mesh), mesh)
             mark(parameter, ParameterEntry(fqn="", layout=layout, registry=registry))
 
 

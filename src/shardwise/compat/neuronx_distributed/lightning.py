@@ -10,8 +10,7 @@ from lightning.pytorch import LightningModule
 
 from shardwise.compat.neuronx_distributed.parallel_layers import parallel_state
 from shardwise.compat.neuronx_distributed.trainer import trainer as nxd_trainer
-from shardwise.compat.spelling import also_spelled
-from shardwise.compat.warned import warn_once
+from shardwise.compat.warned import warn_idle
 from shardwise.lightning.models import note_spec
 from shardwise.lightning.precision import ShardwisePrecision
 from shardwise.lightning.reporting import ShardwiseTensorBoardLogger, ShardwiseTQDMProgressBar
@@ -32,19 +31,17 @@ class NeuronLTModule(LightningModule):
     """Builds, splits and trains a model as an NxD config says.
 
     Args:
-        model_fn, model_args, model_kwargs: as of `initialize_parallel_model`; subclasses that build the model in
-            `setup` leave `model_fn` out.
+        model_fn, model_args, model_kwargs: as of `initialize_parallel_model`.
         opt_cls, opt_args, opt_kwargs: of the optimizer; it clips as the config says.
         scheduler_cls, scheduler_args, scheduler_kwargs: of the scheduler of learning rates; None has none.
         grad_accum_steps: batches a step is made of, with `manual_opt`; else `Trainer(accumulate_grad_batches=...)`.
-        log_rank0, train_batch_size, logging_interval: change nothing: rank 0 knows the loss of all ranks.
+        log_rank0: changes nothing: rank 0 knows the loss of all ranks.
         manual_opt: whether `training_step` steps by itself, or the Trainer (which theirs cannot).
 
     Attributes:
         model: the `NxDModel`, from `configure_model` on.
     """
 
-    @also_spelled("model_fn")
     def __init__(
         self,
         model_fn: Callable[..., Any],
@@ -60,18 +57,13 @@ class NeuronLTModule(LightningModule):
         grad_accum_steps: int = 1,
         log_rank0: bool = False,
         manual_opt: bool = True,
-        train_batch_size: int = 16,
-        logging_interval: int = 1,
     ) -> None:
         super().__init__()
-        idle = {"log_rank0": log_rank0, "train_batch_size": train_batch_size != 16}
-        for name in [name for name, value in {**idle, "logging_interval": logging_interval != 1}.items() if value]:
-            warn_once(f"NeuronLTModule: {name} changes nothing: rank 0 logs the loss of all ranks")
+        warn_idle("NeuronLTModule", "rank 0 logs the loss of all ranks", log_rank0=log_rank0)
         self.model_fn, self.nxd_config, self.grad_accum_steps = model_fn, nxd_config, grad_accum_steps
-        self.model_args, self.model_kwargs, self.log_rank0 = model_args, model_kwargs, log_rank0
+        self.model_args, self.model_kwargs = model_args, model_kwargs
         self.opt_cls, self.opt_args, self.opt_kwargs = opt_cls, opt_args, opt_kwargs
         self.scheduler_cls, self.scheduler_args, self.scheduler_kwargs = scheduler_cls, scheduler_args, scheduler_kwargs
-        self.train_batch_size, self.logging_interval = train_batch_size, logging_interval
         self.automatic_optimization = not manual_opt
         self.model: Any = None
 
@@ -131,7 +123,7 @@ class NeuronXLAStrategy(ShardwiseStrategy):
     Args:
         tensor_parallel_size, pipeline_parallel_size: only without a config.
         save_load_xser: changes nothing: checkpoints are directories that any layout loads.
-        options: of `ShardwiseStrategy`; theirs that change nothing (`debug`, `sync_module_states`) are dropped.
+        options: of `ShardwiseStrategy`.
 
     Raises:
         MeshError: the sizes do not divide the Trainer's devices (from the Trainer).
@@ -145,26 +137,17 @@ class NeuronXLAStrategy(ShardwiseStrategy):
         save_load_xser: bool = True,
         **options: Any,
     ) -> None:
-        if not save_load_xser:
-            warn_once("NeuronXLAStrategy: save_load_xser changes nothing: checkpoints are those of shardwise")
+        warn_idle("NeuronXLAStrategy", "checkpoints are those of shardwise", save_load_xser=not save_load_xser)
         config = nxd_config or {}
         tp_size = config.get("tensor_parallel_size", tensor_parallel_size)
         pp_size = config.get("pipeline_parallel_size", pipeline_parallel_size)
         self._shards = bool(config.get("optimizer_config", {}).get("zero_one_enabled"))
-        options = {name: value for name, value in options.items() if name not in ("debug", "sync_module_states")}
         super().__init__(MeshShape(tp_size=tp_size, pp_size=pp_size), fsdp=FsdpPolicy(zero_stage=1), **options)
 
     def _configure_launcher(self) -> None:
         sizes = {"tp_size": self.shape.tp_size, "pp_size": self.shape.pp_size}
         self.shape = MeshShape.filling(self.num_processes * self.num_nodes, **sizes, shards=self._shards)
         super()._configure_launcher()
-
-    tensor_parallel_size = property(lambda self: self.mesh.size("tp"))
-    tensor_parallel_rank = property(lambda self: self.mesh.coord("tp"))
-    pipeline_parallel_size = property(lambda self: self.mesh.size("pp"))
-    pipeline_parallel_rank = property(lambda self: self.mesh.coord("pp"))
-    data_parallel_size = property(lambda self: self.mesh.data_size)
-    data_parallel_rank = property(lambda self: self.mesh.data_rank)
 
     def setup_environment(self) -> None:
         """Has the ranks meet, or takes over those that have met, for `parallel_state`, too."""
@@ -187,7 +170,4 @@ class NeuronTQDMProgressBar(ShardwiseTQDMProgressBar):
 
 
 class NeuronTensorBoardLogger(ShardwiseTensorBoardLogger):
-    """Lightning's, which rank 0 alone writes; theirs wrote nothing until user code set `print_step`."""
-
-    def __init__(self, save_dir: str, log_rank0: bool = False, **options: Any) -> None:
-        super().__init__(save_dir, **options)
+    """Lightning's, which rank 0 alone writes."""

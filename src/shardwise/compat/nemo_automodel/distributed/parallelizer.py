@@ -14,17 +14,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from shardwise.api.device_meshes import adopt_device_mesh
 from shardwise.api.prepare import prepare
-from shardwise.compat.import_paths import import_classes as import_classes_from_paths
-from shardwise.compat.torch_precision import cast_output, own_dtype, precision_of
-from shardwise.compat.torch_styles import declared_styles, hf_plan, read_plan
-from shardwise.compat.torch_styles import style_of as translate_to_torch_parallel_style
-from shardwise.compat.unit_classes import unit_names
-from shardwise.compat.warned import warn_once
-from shardwise.errors import ConfigError
+from shardwise.compat.nemo_automodel.distributed.styles import (
+    declared_styles,
+    hf_plan,
+    import_from_path,
+    read_plan,
+)
+from shardwise.compat.nemo_automodel.distributed.styles import style_of as translate_to_torch_parallel_style
+from shardwise.compat.warned import warn_idle
+from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.job.groups import end_process_groups
 from shardwise.mesh import Mesh
 from shardwise.parallel.build import build_meta_model
@@ -32,7 +35,7 @@ from shardwise.parallel.construction import Construction
 from shardwise.parallel.materialize import draw_values, record_missing
 from shardwise.parallel.starting_values import initialize_meta
 from shardwise.parameters.canonical import full_value
-from shardwise.plan.options import FsdpPolicy, ParallelSpec, check_choice, check_kind
+from shardwise.plan.options import FsdpPolicy, ParallelSpec, Precision, check_choice, check_kind
 from shardwise.runtime.adapters import find_model
 from shardwise.search.planning import plan_for
 
@@ -119,25 +122,62 @@ def nvfsdp_strategy_parallelize(
     """
     check_choice("data_parallel_sharding_strategy", data_parallel_sharding_strategy, tuple(_STAGES))
     stage = _STAGES[data_parallel_sharding_strategy]
-    unused = {
-        "overlap_grad_reduce": not overlap_grad_reduce,
-        "overlap_param_gather": not overlap_param_gather,
-        "disable_bucketing": disable_bucketing,
-        "keep_fp8_transpose_cache_when_using_custom_fsdp": keep_fp8_transpose_cache_when_using_custom_fsdp,
-        "fsdp_double_buffer": fsdp_double_buffer,
-    }
-    for name in (name for name, is_given in unused.items() if is_given):
-        warn_once(f"nvfsdp_strategy_parallelize: {name} has no equivalent in FSDP2 and changes nothing")
-    units = unit_names(model, nvfsdp_unit_modules, "nvfsdp_unit_modules")
+    warn_idle(
+        "nvfsdp_strategy_parallelize",
+        "FSDP2 has no equivalent",
+        overlap_grad_reduce=not overlap_grad_reduce,
+        overlap_param_gather=not overlap_param_gather,
+        average_in_collective=average_in_collective,
+        disable_bucketing=disable_bucketing,
+        keep_fp8_transpose_cache_when_using_custom_fsdp=keep_fp8_transpose_cache_when_using_custom_fsdp,
+        fsdp_double_buffer=fsdp_double_buffer,
+    )
+    check_kind("the model", model, nn.Module, fix="pass the model itself, first")
+    units = _unit_names(model, nvfsdp_unit_modules or [])
     if init_nvfsdp_with_meta_device:
         initialize_meta(model)
     mesh = adopt_device_mesh(device_mesh, shards=stage > 0)
     factor = 1.0 if calculate_per_token_loss else None
     fsdp = FsdpPolicy(zero_stage=stage or 3, units=units, gradient_divide_factor=factor, symmetric_memory=nccl_ub)
-    own = own_dtype(model)
+    own = _own_dtype(model)
     policy = MixedPrecisionPolicy(param_dtype=own, reduce_dtype=torch.float32 if grad_reduce_in_fp32 else own)
     params, nonfinite = torch.float32 if preserve_fp32_weights else None, "raise" if check_for_nan_in_grad else "ignore"
     return _parallelize(model, mesh, tp_shard_plan, policy, fsdp=fsdp, params=params, nonfinite=nonfinite)
+
+
+def import_classes_from_paths(class_paths: list[str]) -> list[type]:
+    """Returns the classes at dotted paths.
+
+    Raises:
+        ConfigError: the argument is no list, or some paths lead to no class; the error lists every one.
+    """
+    check_kind("class paths", class_paths, list | tuple, fix="pass a list of package.module.ClassName")
+    classes: list[type] = []
+    problems: list[str] = []
+    for path in class_paths:
+        try:
+            value = import_from_path(path)
+            check_kind(path, value, type, fix="")
+            classes.append(value)
+        except ConfigError as error:
+            problems.append(f"{error.summary} {error.why or ''}")
+    if problems:
+        raise ConfigError("cannot import every class", why="\n".join(problems), fix="use package.module.ClassName")
+    return classes
+
+
+def _unit_names(model: nn.Module, paths: list[str]) -> tuple[str, ...]:
+    """The names of the modules that are instances of the classes at `paths`."""
+    classes = tuple(import_classes_from_paths(paths))
+    modules = {name: module for name, module in model.named_modules() if name}
+    for path, each in zip(paths, classes, strict=True):
+        if not any(isinstance(module, each) for module in modules.values()):
+            kinds = sorted({f"{type(own).__module__}.{type(own).__qualname__}" for own in modules.values()})
+            raise ConfigError(
+                f"nvfsdp_unit_modules: no module of {type(model).__name__} is a {path}",
+                fix=f"use classes of its modules: {', '.join(kinds)}",
+            )
+    return tuple(name for name, module in modules.items() if isinstance(module, classes))
 
 
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
@@ -178,14 +218,40 @@ def _parallelize(
     nonfinite: str = "ignore",
 ) -> nn.Module:
     plan, sequence_parallel = read_plan(tp_shard_plan, model)
-    precision = precision_of(policy, model, params=params, nonfinite=nonfinite)
+    check_kind("mp_policy", policy, MixedPrecisionPolicy, fix="use torch.distributed.fsdp.MixedPrecisionPolicy(...)")
+    if not policy.cast_forward_inputs:
+        raise UnsupportedError(
+            "MixedPrecisionPolicy(cast_forward_inputs=False)",
+            why="inputs of every unit are cast to the dtype that it computes in",
+            fix="cast inside the modules that compute in another dtype",
+        )
+    own = params or _own_dtype(model)
+    dtypes = {
+        "params": own,
+        "compute": policy.param_dtype or own,
+        "reduce": policy.reduce_dtype or policy.param_dtype or own,
+    }
+    precision = None
+    if nonfinite != "ignore" or set(dtypes.values()) != {own}:
+        named = {name: str(each).removeprefix("torch.") for name, each in dtypes.items()}
+        precision = Precision(**named, nonfinite=nonfinite)
     unsaved = _unsaved_buffers(find_model(model))
     spec = ParallelSpec(plan=plan, sequence_parallel=sequence_parallel, fsdp=fsdp, precision=precision)
     prepare(model, mesh, spec, dtype=params)
-    cast_output(model, policy.output_dtype)
+    if (output_dtype := policy.output_dtype) is not None:
+        model.register_forward_hook(
+            lambda module, args, output: tree_map_only(
+                Tensor, lambda each: each.to(output_dtype) if each.is_floating_point() else each, output
+            )
+        )
     if unsaved:
         _fill_at_first_forward(find_model(model), unsaved)
     return model
+
+
+def _own_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of the model's first floating-point parameter."""
+    return next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
 
 
 def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:

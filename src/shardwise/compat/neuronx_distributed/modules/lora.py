@@ -14,14 +14,13 @@ from torch import nn
 from shardwise.api.state import export_pretrained
 from shardwise.checkpoint.store import find_tag
 from shardwise.compat.layers.grouped import GroupedProjections
-from shardwise.compat.layers.transparent import Transparent
 from shardwise.errors import ConfigError, PlanError
 from shardwise.lora.inject import inject, named_targets, read_adapter_config
 from shardwise.lora.library import peft
 from shardwise.parameters.registry import is_split
 from shardwise.plan.options import check_choice, check_kind
 
-__all__ = ["LoRAModel", "LoraConfig", "LoraModel", "get_lora_model"]
+__all__ = ["LoRAModel", "LoraConfig", "LoraModel"]
 
 _INITS = {"default": True, "gaussian": "gaussian"}
 _BIASES = ("none", "all", "lora_only")
@@ -41,7 +40,6 @@ class LoraConfig:
             the directory of checkpoints, where PEFT finds the adapter, too.
         load_lora_from_ckpt: start from the adapter of the checkpoint `lora_load_tag` in `lora_save_dir`; what is
             adapted, and how, is then as the checkpoint says.
-        lora_verbose, merge_sharded_lora: change nothing: adapters are full tensors in files.
 
     Raises:
         ConfigError: a value is none of those documented.
@@ -62,8 +60,6 @@ class LoraConfig:
     load_lora_from_ckpt: bool = False
     lora_save_dir: str | os.PathLike[str] = "lora_adapter"
     lora_load_tag: str | None = None
-    lora_verbose: bool = False
-    merge_sharded_lora: bool = True
 
     def __post_init__(self) -> None:
         for name, known in (("bias", _BIASES), ("init_lora_weights", tuple(_INITS))):
@@ -107,36 +103,35 @@ class LoraConfig:
             export_pretrained(model, Path(path) / tag / name, adapter=mode)
 
 
-class LoRAModel(Transparent):
-    """A model, not split yet, with adapters: PEFT's model, whose base is frozen.
+def LoRAModel(module: nn.Module, LoraConfig: LoraConfig) -> nn.Module:  # noqa: N802, N803 - so the document
+    """Returns PEFT's model around a model that is not split yet, with adapters; the base is frozen.
 
     Raises:
         ConfigError: no module's name includes one of the keywords, or PEFT cannot adapt one.
         PlanError: the model has been split already.
     """
-
-    def __init__(self, module: nn.Module, LoraConfig: LoraConfig) -> None:  # noqa: N803 - so the document
-        check_kind("the model of a LoRAModel", module, nn.Module, fix="pass the model, then a LoraConfig")
-        if not hasattr(LoraConfig, "for_peft"):
-            raise ConfigError(f"the config of a LoRAModel is {LoraConfig!r}", fix="pass a LoraConfig")
-        if is_split(module):
-            raise PlanError(
-                f"{type(module).__name__} is split already",
-                why="adapters are split with what they adapt",
-                fix="wrap the model before it is split, or pass lora_config to neuronx_distributed_config",
+    check_kind("the model of a LoRAModel", module, nn.Module, fix="pass the model, then a LoraConfig")
+    if not hasattr(LoraConfig, "for_peft"):
+        raise ConfigError(f"the config of a LoRAModel is {LoraConfig!r}", fix="pass a LoraConfig")
+    if is_split(module):
+        raise PlanError(
+            f"{type(module).__name__} is split already",
+            why="adapters are split with what they adapt",
+            fix="wrap the model before it is split, or pass lora_config to neuronx_distributed_config",
+        )
+    config = LoraConfig.for_peft(module)
+    importlib.import_module("shardwise.compat.layers.adapters").register_split_layers(module, config)  # needs PEFT
+    model = inject(module, config, on_meta=False)
+    for name, each in model.named_modules() if LoraConfig.merge_lora else ():
+        base = getattr(each, "base_layer", None)
+        if isinstance(base, GroupedProjections) and not base.fused:
+            raise ConfigError(
+                f"LoraConfig merge_lora with adapters around {name}, which keeps its weights apart",
+                why="one adapter of query, key and value is merged into one weight",
+                fix="build the layer with fuse_qkv=True, or leave merge_lora out",
             )
-        config = LoraConfig.for_peft(module)
-        importlib.import_module("shardwise.compat.layers.adapters").register_split_layers(module, config)  # needs PEFT
-        super().__init__(inject(module, config, on_meta=False))
-        for name, each in self.named_modules() if LoraConfig.merge_lora else ():
-            base = getattr(each, "base_layer", None)
-            if isinstance(base, GroupedProjections) and not base.fused:
-                raise ConfigError(
-                    f"LoraConfig merge_lora with adapters around {name}, which keeps its weights apart",
-                    why="one adapter of query, key and value is merged into one weight",
-                    fix="build the layer with fuse_qkv=True, or leave merge_lora out",
-                )
-        self.__dict__["lora_config"] = LoraConfig
+    model.__dict__["lora_config"] = LoraConfig
+    return model
 
 
-LoraModel = get_lora_model = LoRAModel
+LoraModel = LoRAModel

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +11,21 @@ import torch
 from shardwise.compat.layers.grouped import GroupedProjections
 from shardwise.compat.neuronx_distributed.parallel_layers.layers import own_options
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
-from shardwise.compat.spelling import also_spelled
 from shardwise.errors import ConfigError
 
 __all__ = ["GQAQKVColumnParallelLinear"]
+
+
+def _also_plural(init: Callable[..., None]) -> Callable[..., None]:
+    """Lets callers spell `output_size` as `output_sizes`, which the document does in its list of parameters."""
+
+    @functools.wraps(init)
+    def call(*args: Any, **options: Any) -> None:
+        if "output_sizes" in options:
+            options["output_size"] = options.pop("output_sizes")
+        init(*args, **options)
+
+    return call
 
 
 class GQAQKVColumnParallelLinear(GroupedProjections):
@@ -21,41 +33,33 @@ class GQAQKVColumnParallelLinear(GroupedProjections):
 
     Args:
         output_size: features of query, and of key and value: `[q, kv]`. Also spelled `output_sizes`.
-        gather_output: return full features, keys and values once each (theirs returned their copies, too).
-        dtype, device, init_method: may also follow `gather_output` in this order, as in the package.
-        kv_size_multiplier: how many copies of every key/value head are divided over tp: any that divides the query
-            heads of one, with which the heads divide; see `shardwise.compat.layers.grouped`.
-        options: `init_method`, `sequence_dimension`, `reduce_dtype`, `keep_master_weight`, as of the other layers, and
-            `num_heads`, of keys, where no config or `head_dim` of the model says it.
+        gather_output: return full features, keys and values once each.
+        kv_size_multiplier: how many copies of every key/value head are divided over tp; see
+            [Note: copies of key/value heads].
+        options: `init_method`, `sequence_dimension`, `reduce_dtype`, as of the other layers, and `num_heads`, of keys,
+            where no config or `head_dim` of the model says it.
 
     Raises:
         ConfigError: `output_size` is no pair, or the copies do not divide so.
     """
 
-    @also_spelled(output_sizes="output_size")
+    @_also_plural
     def __init__(
         self,
         input_size: int,
         output_size: Sequence[int],
         bias: bool = True,
         gather_output: bool = True,
-        sequence_parallel_enabled: bool | torch.dtype = False,
-        dtype: Any = torch.float32,
+        sequence_parallel_enabled: bool = False,
+        dtype: torch.dtype = torch.float32,
         device: Any = None,
         kv_size_multiplier: int = 1,
         fuse_qkv: bool = True,
         **options: Any,
     ) -> None:
-        if isinstance(sequence_parallel_enabled, torch.dtype):  # the package's order
-            options.setdefault("init_method", device)
-            device, dtype = None if dtype is torch.float32 else dtype, sequence_parallel_enabled
-            sequence_parallel_enabled = False
-        if not isinstance(output_size, list | tuple) or list(map(type, output_size)) != [int, int]:
-            raise ConfigError(
-                f"output_size is {output_size!r}", fix="use [features of query, features of key or value]"
-            )
-        self.__dict__["keeps_full"] = options.get("keep_master_weight", False)
-        order = ("dtype", "device", "sequence_parallel_enabled")
-        chosen = own_options(order, (dtype, device, sequence_parallel_enabled), options)
+        if not isinstance(output_size, list | tuple) or len(output_size) != 2:
+            raise ConfigError(f"output_size is {output_size!r}", fix="use [features of query, of key or value]")
+        given = {"dtype": dtype, "device": device, "sequence_parallel_enabled": sequence_parallel_enabled, **options}
+        chosen = own_options((), (), given)
         chosen |= {"copies": kv_size_multiplier, "fused": fuse_qkv, "bias": bias, "gathers": gather_output}
         super().__init__(input_size, (output_size[0], output_size[1]), current_mesh(), **chosen)

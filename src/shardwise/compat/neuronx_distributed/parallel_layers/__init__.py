@@ -8,7 +8,6 @@ from shardwise.compat.neuronx_distributed.parallel_layers.grads import *  # noqa
 from shardwise.compat.neuronx_distributed.parallel_layers.layers import *  # noqa: F403
 from shardwise.compat.neuronx_distributed.parallel_layers.loss_functions import *  # noqa: F403
 from shardwise.compat.neuronx_distributed.parallel_layers.mappings import *  # noqa: F403
-from shardwise.compat.neuronx_distributed.parallel_layers.moving import *  # noqa: F403
 from shardwise.compat.neuronx_distributed.parallel_layers.pad import *  # noqa: F403
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import *  # noqa: F403
 from shardwise.compat.neuronx_distributed.parallel_layers.utils import *  # noqa: F403

@@ -1,24 +1,32 @@
-"""`parallel_layers.save` and `load`: what each rank holds, in a file of its own; or one file of full tensors."""
+"""`parallel_layers.save` and `load`: what each rank holds, in a file of its own; or one file of full tensors.
+
+See `shardwise.save_checkpoint` for checkpoints that any layout can load.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map, tree_map_only
 
+from shardwise.comm.agree import run_in_turns
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
-from shardwise.compat.rank_files import load_by_rank, write_by_rank
-from shardwise.compat.spelling import also_spelled
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, LoadError, one_line
 from shardwise.plan.options import check_kind
+from shardwise.weights.staging import atomic_file
 
 __all__ = ["load", "save"]
 
+_MARK = "shardwise tensor "
+_NAME = "checkpoint.pt"
 
-@also_spelled(checkpoint="state_dict", output_dir="save_dir")
+
 def save(
     state_dict: Mapping[str, Any],
     save_dir: str | os.PathLike[str],
@@ -27,55 +35,137 @@ def save(
     down_cast_bf16: bool = False,
     master_dp_only: bool = True,
 ) -> None:
-    """Writes what this rank holds to `save_dir/tp_rank_TT_pp_rank_PP/checkpoint.pt`, complete or not at all.
+    """Writes what this rank holds to `save_dir/tp_rank_TT_pp_rank_PP/checkpoint.pt`, complete or not at all. Of a
+    `DTensor` it writes the tensor that the data ranks hold together; all of them must call.
 
     Args:
+        save_serially: one place of tp and pp after the other, so that few tensors are in host memory at a time.
         save_xser: a file for every tensor, in `tp_rank_TT_pp_rank_PP.tensors/`; `load` needs `load_xser` then.
+        down_cast_bf16: write floating-point tensors in bfloat16.
         master_dp_only: only data rank 0 writes; else every one, with `_dp_rank_DD` in its name.
-        others: see `shardwise.compat.rank_files.write_by_rank`.
+
+    Raises:
+        LoadError: a file cannot be written. The same on every rank.
+
+    Communicates: a gather of a small object over all ranks for every turn; an all-gather of every `DTensor`.
     """
     check_kind("state_dict", state_dict, Mapping, fix="pass a dictionary, such as model.state_dict()")
-    write_by_rank(
-        dict(state_dict),
-        save_dir,
-        current_mesh(),
-        serially=save_serially,
-        by_data_rank=not master_dp_only,
-        file_per_tensor=save_xser,
-        dtype=torch.bfloat16 if down_cast_bf16 else None,
+    mesh = current_mesh()
+    tree = tree_map_only(DTensor, lambda each: each.full_tensor(), dict(state_dict))
+    if down_cast_bf16:
+        tree = tree_map_only(Tensor, lambda each: each.bfloat16() if each.is_floating_point() else each, tree)
+    turn = mesh.coord("pp") * mesh.size("tp") + mesh.coord("tp") if save_serially else 0
+    run_in_turns(
+        lambda: write_tree(tree, _place(save_dir, master_dp_only=master_dp_only), xser=save_xser),
+        mesh.group(),
+        turn=-1 if mesh.data_rank and master_dp_only else turn,
+        num_turns=mesh.size("tp") * mesh.size("pp") if save_serially else 1,
+        doing="saving",
     )
 
 
-@also_spelled(chkpt_path="load_dir")
 def load(
     load_dir: str | os.PathLike[str],
     model_or_optimizer: nn.Module | torch.optim.Optimizer | None = None,
     model_key: str = "model",
     load_xser: bool = False,
     sharded: bool = True,
-    strict: bool = True,
-    master_dp_only: bool = True,
     model: nn.Module | torch.optim.Optimizer | None = None,
-    weights_only: bool = True,
+    master_dp_only: bool = True,
 ) -> Any:
-    """Reads what `save` wrote, at the same degrees; or with `sharded=False` one file of full tensors, at any.
+    """Reads what `save` wrote, at the same degrees; or with `sharded=False` one file of full tensors, at any. No code
+    in the files is run.
 
     Args:
         load_dir: the directory; the file where not `sharded`.
         model_or_optimizer: what takes the entry `model_key`; `model` is another name for it.
-        strict: whether names must be those of the model.
-        weights_only: without meaning: pickled code is never run.
 
     Returns:
         The other entries; all of them where nothing takes one.
 
     Raises:
-        LoadError: there is no such file, it has no such entry, or that is of other degrees. The same on every rank.
+        LoadError: there is no such file, or it has no such entry. The same on every rank.
 
     Communicates: one gather of a small object over all ranks for each tp rank: one after the other reads.
     """
-    target = model_or_optimizer if model_or_optimizer is not None else model
+    mesh, target = current_mesh(), model_or_optimizer if model_or_optimizer is not None else model
     if not sharded and target is None:
         raise ConfigError("sharded=False without a model", fix="pass the model that takes the full tensors")
-    options = {"by_data_rank": not master_dp_only, "file_per_tensor": load_xser, "sharded": sharded}
-    return load_by_rank(load_dir, current_mesh(), target, key=model_key, strict=strict, **options)
+
+    def read() -> Any:
+        path = _place(load_dir, master_dp_only=master_dp_only) if sharded else Path(load_dir)
+        state = read_tree(path, xser=load_xser) if sharded else _read(path)
+        if target is None:
+            return state
+        if not sharded and model_key not in state:
+            state = {model_key: state}
+        if model_key not in state:
+            raise LoadError(f"{path} has no entry {model_key!r}", why=f"it has {', '.join(map(repr, state))}")
+        target.load_state_dict(state.pop(model_key))
+        return state
+
+    return run_in_turns(read, mesh.group(), turn=mesh.coord("tp"), num_turns=mesh.size("tp"), doing="loading")
+
+
+def _place(directory: str | os.PathLike[str], *, master_dp_only: bool) -> Path:
+    mesh = current_mesh()
+    name = f"tp_rank_{mesh.coord('tp'):02d}_pp_rank_{mesh.coord('pp'):02d}"
+    return Path(directory) / (name if master_dp_only else f"{name}_dp_rank_{mesh.data_rank:02d}")
+
+
+def write_tree(tree: Any, place: Path, *, xser: bool = False) -> None:
+    """Writes tensors and plain values to `place/checkpoint.pt`; with `xser` every tensor to a file of its own in
+    `place.tensors`, and then their tree to `place`.
+    """
+    tensors: list[Tensor] = []
+
+    def stored(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        tensors.append(value.detach().cpu())
+        return f"{_MARK}{len(tensors) - 1}" if xser else tensors[-1]
+
+    tree = tree_map(stored, tree)
+    try:
+        if xser:  # a tree that is there must not name tensors of which some are new
+            place.unlink(missing_ok=True)
+        for number, tensor in enumerate(tensors if xser else ()):
+            with atomic_file(_tensor_file(place, number)) as partial:
+                torch.save(tensor.clone(), partial)
+        with atomic_file(place if xser else place / _NAME) as partial:  # last: it names all of them
+            torch.save(tree, partial)
+    except OSError as error:
+        raise LoadError(f"cannot write {place}", why=str(error)) from error
+
+
+def read_tree(place: Path, *, xser: bool = False) -> Any:
+    """What `write_tree` wrote, on the CPU."""
+    path, other = (place, place / _NAME) if xser else (place / _NAME, place)
+    if not path.is_file():
+        is_other = other.is_file()
+        raise LoadError(
+            f"no checkpoint at {path}",
+            why=f"{other} was written {'without' if xser else 'with'} save_xser" if is_other else "",
+            fix=f"pass load_xser={not xser}" if is_other else "load it at the degrees at which it was saved",
+        )
+    tree = _read(path)
+    if not xser:
+        return tree
+
+    def put_back(value: Any) -> Any:
+        if not isinstance(value, str) or not value.startswith(_MARK):
+            return value
+        return _read(_tensor_file(place, int(value.removeprefix(_MARK))))
+
+    return tree_map(put_back, tree)
+
+
+def _tensor_file(place: Path, number: int) -> Path:
+    return Path(f"{place}.tensors") / f"tensor_{number}.pt"
+
+
+def _read(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise LoadError(f"cannot read {path}", why=one_line(error, limit=300)) from error

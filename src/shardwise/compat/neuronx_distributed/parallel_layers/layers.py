@@ -10,30 +10,28 @@ import torch
 from shardwise.compat.layers.embedding import StandaloneEmbedding
 from shardwise.compat.layers.linears import ColumnLinear, LayerNorm, RowLinear
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
+from shardwise.compat.warned import warn_idle
 from shardwise.errors import UnsupportedError
 
 __all__ = ["ColumnParallelLinear", "LayerNorm", "ParallelEmbedding", "RowParallelLinear", "own_options"]
 
 _LINEAR = ("dtype", "device", "stride", "init_method", "sequence_parallel_enabled", "sequence_dimension")
 _EMBEDDING = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse", "init_method", "device", "dtype")
-_OURS: dict[str, str] = {
+_OURS = {
     "init_method": "init_weight",
     "reduce_output": "reduces",
     "shard_across_embedding": "by_features",
     "skip_bias_add": "returns_bias",
     "stride": "num_sections",
 }
-_IDLE = {"keep_master_weight", "keep_padded_output", "norm_type", "pad", "pad_alignment_size_per_rank", "tile_cc"}
-_IDLE |= {"use_cpu_initialization", "use_spmd_rank"}
-_REFUSED = {"collect_output": True, "max_norm": None, "rank_ordering": None, "sparse": False}
-_REFUSED |= {"tensor_model_parallel_group": None}
+_IDLE = {"keep_master_weight", "norm_type", "pad", "pad_alignment_size_per_rank", "use_cpu_initialization"}
 
 
 class ColumnParallelLinear(ColumnLinear):
-    """A linear whose output features are divided over tp, in any sizes: `pad` and what belongs to it change nothing.
+    """A linear whose output features are divided over tp, in any sizes.
 
     Weights start as an `nn.Linear` of the full size would. Takes inputs of any number of dims; its bias is divided as
-    its outputs are. Gradients of narrow dtypes are summed in `reduce_dtype` (theirs dropped that sum).
+    its outputs are. Gradients of narrow dtypes are summed in `reduce_dtype`.
 
     Args:
         options: `dtype=torch.float32, device, stride, init_method, sequence_parallel_enabled, sequence_dimension`,
@@ -51,7 +49,6 @@ class ColumnParallelLinear(ColumnLinear):
         *args: Any,
         **options: Any,
     ) -> None:
-        self.__dict__["keeps_full"] = options.get("keep_master_weight", False)
         chosen = own_options(_LINEAR, args, options)
         super().__init__(input_size, output_size, current_mesh(), bias=bias, gathers=gather_output, **chosen)
         self.input_size, self.output_size, self.gather_output = input_size, output_size, gather_output
@@ -68,13 +65,11 @@ class RowParallelLinear(RowLinear):
         output_size: int,
         bias: bool = True,
         input_is_parallel: bool = False,
-        reduce_output: bool = True,
         *args: Any,
         **options: Any,
     ) -> None:
-        self.__dict__["keeps_full"] = options.get("keep_master_weight", False)
-        chosen = own_options(_LINEAR, args, options) | {"input_is_split": input_is_parallel, "reduces": reduce_output}
-        super().__init__(input_size, output_size, current_mesh(), bias=bias, **chosen)
+        chosen = own_options(("reduce_output", *_LINEAR), args, options)
+        super().__init__(input_size, output_size, current_mesh(), bias=bias, input_is_split=input_is_parallel, **chosen)
         self.input_size, self.output_size, self.input_is_parallel = input_size, output_size, input_is_parallel
 
 
@@ -91,7 +86,7 @@ class ParallelEmbedding(StandaloneEmbedding):
 
 
 def own_options(order: Sequence[str], args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """NxD's options of a layer as ours: those that change nothing left out, unknown ones left to raise a TypeError.
+    """NxD's options of a layer as ours; unknown ones are left to raise a TypeError.
 
     Args:
         order: of what may be given by place.
@@ -99,16 +94,16 @@ def own_options(order: Sequence[str], args: Sequence[Any], options: dict[str, An
     Raises:
         UnsupportedError: one is given that cannot be followed.
     """
-    if len(args) > len(order):
-        raise TypeError(f"{len(args) - len(order)} arguments too many after {order[-1]}: give them by name")
     given: dict[str, Any] = {"dtype": torch.float32} | dict(zip(order, args, strict=False)) | options
-    for name, default in _REFUSED.items():
-        if given.pop(name, default) != default:
+    for name in ("max_norm", "sparse"):
+        if given.pop(name, None):
             raise UnsupportedError(
                 f"{name} of a parallel layer",
-                why="layers are divided over the tp ranks of initialize_model_parallel, which see their own rows alone",
+                why="layers are divided over the tp ranks, which see their own rows alone",
                 fix="leave it out; torch's own layers, which are replicated, take it",
             )
+    idle = {name: given.pop(name) for name in _IDLE.intersection(given)}
+    warn_idle("parallel layers", "sizes need not divide, and every rank draws the full weight", **idle)
     enabled, dim = given.pop("sequence_parallel_enabled", False), given.pop("sequence_dimension", None)
     given["sequence_dim"] = (dim or 0) if enabled else None
-    return {_OURS.get(name, name): value for name, value in given.items() if name not in _IDLE}
+    return {_OURS.get(name, name): value for name, value in given.items()}

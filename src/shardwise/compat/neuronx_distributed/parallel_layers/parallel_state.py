@@ -36,23 +36,18 @@ __all__ = [
 
 
 class _State:
-    """What is initialised in this process.
+    """The mesh of this process.
 
     Attributes:
-        mesh: None before.
-        waits: whether a mesh of one rank is to be opened when it is first asked for: a Lightning Trainer may still
-            start the ranks.
-        shards_later: whether that mesh is to shard over data ranks.
-        is_adopted: whether somebody else has opened the mesh, and closes it.
-        earlier: meshes of the same ranks, whose groups the script may have.
+        waits: whether a mesh of one rank is opened when it is first asked for: a Lightning Trainer may still start the
+            ranks.
+        shards_later: whether that mesh shards over data ranks.
         own_group: this rank's group of itself, once somebody asked for it.
     """
 
     mesh: Mesh | None = None
     waits: bool = False
     shards_later: bool = False
-    is_adopted: bool = False
-    earlier: list[Mesh] = []  # noqa: RUF012
     own_group: dist.ProcessGroup | None = None
 
 
@@ -61,9 +56,6 @@ def initialize_model_parallel(
     pipeline_model_parallel_size: int = 1,
     context_parallel_size: int = 1,
     expert_model_parallel_size: int = 1,
-    skip_collective_init: bool = False,
-    lnc_size: int = 1,
-    mesh_only: bool = False,
     *,
     shards: bool = False,
 ) -> None:
@@ -71,7 +63,6 @@ def initialize_model_parallel(
 
     Args:
         shards: whether data ranks shard optimizer states (ZeRO), or replicate them.
-        skip_collective_init, lnc_size: have no meaning off Neuron hardware.
 
     Raises:
         MeshError: it has been done already, or the sizes do not divide the number of ranks.
@@ -84,11 +75,10 @@ def initialize_model_parallel(
             f"model parallel is initialised already, as {current_mesh().shape}",
             fix="call parallel_state.destroy_model_parallel() first",
         )
-    if context_parallel_size != 1 or expert_model_parallel_size != 1 or mesh_only:
+    if context_parallel_size != 1 or expert_model_parallel_size != 1:
         raise UnsupportedError(
-            f"context_parallel_size {context_parallel_size}, expert_model_parallel_size {expert_model_parallel_size}, "
-            f"mesh_only {mesh_only}",
-            why="only tensor, data and pipeline parallelism are served so far",
+            f"context_parallel_size {context_parallel_size}, expert_model_parallel_size {expert_model_parallel_size}",
+            why="only tensor, data and pipeline parallelism are supported",
             fix="leave them at their defaults",
         )
     _open(tensor_model_parallel_size, pipeline_model_parallel_size, shards=shards)
@@ -97,7 +87,7 @@ def initialize_model_parallel(
 def _open(tp_size: int, pp_size: int, *, shards: bool) -> Mesh:
     world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else read_world_size()
     _State.mesh = Mesh.open(MeshShape.filling(world_size, tp_size=tp_size, pp_size=pp_size, shards=shards))
-    _State.waits = _State.is_adopted = False
+    _State.waits = False
     return _State.mesh
 
 
@@ -106,30 +96,8 @@ def initialize_later(*, shards: bool) -> None:
     _State.waits, _State.shards_later = True, shards
 
 
-def shard_data_ranks() -> None:
-    """Has data ranks shard optimizer states from here on, where model parallelism was initialised without that. Groups
-    that the script has taken from `parallel_state` stay valid.
-
-    Raises:
-        MeshError: a Lightning strategy has opened the mesh.
-
-    Communicates: as `Mesh.open`, where data ranks replicate.
-    """
-    mesh = current_mesh()
-    if mesh.size("ddp") == 1:
-        return
-    if _State.is_adopted:
-        raise MeshError(
-            f"zero_one_enabled on {mesh.shape}",
-            why="the Trainer's strategy replicates over its data ranks",
-            fix="pass the config to the strategy too: NeuronXLAStrategy(nxd_config)",
-        )
-    _State.earlier.append(mesh)
-    _open(mesh.size("tp"), mesh.size("pp"), shards=True)
-
-
 def adopt(mesh: Mesh) -> None:
-    """Takes over a mesh that a Lightning strategy has opened, and closes.
+    """Takes over a mesh that a Lightning strategy has opened.
 
     Raises:
         MeshError: model parallelism was initialised over other ranks.
@@ -139,7 +107,7 @@ def adopt(mesh: Mesh) -> None:
             f"model parallel was {_State.mesh.shape} before the Trainer started the ranks of {mesh.shape}",
             fix="ask parallel_state for groups and sizes inside the LightningModule, or start the script by torchrun",
         )
-    _State.mesh, _State.waits, _State.is_adopted = mesh, False, True
+    _State.mesh, _State.waits = mesh, False
 
 
 def opened_mesh() -> Mesh | None:
@@ -153,10 +121,10 @@ def model_parallel_is_initialized() -> bool:
 
 
 def destroy_model_parallel() -> None:
-    """Lets go of the groups; `initialize_model_parallel` may be called again. Safe to call twice."""
-    meshes = [each for each in (_State.mesh, *reversed(_State.earlier)) if each is not None]
-    _State.mesh, _State.own_group, _State.waits, _State.is_adopted, _State.earlier = None, None, False, False, []
-    for mesh in meshes:
+    """Releases the groups; `initialize_model_parallel` may be called again. Safe to call twice."""
+    mesh = _State.mesh
+    _State.mesh, _State.own_group, _State.waits = None, None, False
+    if mesh is not None:
         mesh.close()
 
 
@@ -177,70 +145,62 @@ def current_mesh() -> Mesh:
     return _State.mesh
 
 
-def _groups(*axes: str) -> list[list[int]]:
-    """The ranks of all groups along these axes."""
-    return [list(ranks) for ranks in current_mesh().shape.groups(*axes)]
-
-
-def _ranks(*axes: str) -> list[int]:
-    """The ranks of this rank's group along these axes."""
-    return next(ranks for ranks in _groups(*axes) if current_mesh().rank in ranks)
-
-
-def _group(*axes: str) -> dist.ProcessGroup | None:
-    return current_mesh().group(*axes) or _own_group()
-
-
-def _own_group() -> dist.ProcessGroup | None:
-    """This rank alone: torch takes None for all ranks. None where no processes have met, so that these are the same."""
-    if _State.own_group is None and dist.is_available() and dist.is_initialized():
+def _groups(*axes: str, as_list: bool) -> Any:
+    """This rank's process group along these axes, or the global ranks of all groups. A group of one rank where the axis
+    has one, because torch takes None for all ranks; None where no processes have met.
+    """
+    mesh = current_mesh()
+    if as_list:
+        return [list(ranks) for ranks in mesh.shape.groups(*axes)]
+    group = mesh.group(*axes)
+    if group is None and _State.own_group is None and dist.is_available() and dist.is_initialized():
         _State.own_group = new_group_of_one(timeout=datetime.timedelta(seconds=600))
-    return _State.own_group
+    return group or _State.own_group
 
 
 def get_tensor_model_parallel_size() -> int:
     """Number of ranks in this rank's tensor parallel group."""
-    return len(_ranks("tp"))
+    return current_mesh().size("tp")
 
 
 def get_tensor_model_parallel_rank() -> int:
     """This rank's position in its tensor parallel group."""
-    return _ranks("tp").index(current_mesh().rank)
+    return current_mesh().coord("tp")
 
 
 def get_tensor_model_parallel_group(as_list: bool = False) -> Any:
     """This rank's tensor parallel process group; with `as_list` the global ranks of all of them."""
-    return _groups("tp") if as_list else _group("tp")
+    return _groups("tp", as_list=as_list)
 
 
 def get_data_parallel_size() -> int:
     """Number of ranks in this rank's data parallel group."""
-    return len(_ranks(*DATA_AXES))
+    return current_mesh().data_size
 
 
 def get_data_parallel_rank() -> int:
     """This rank's position in its data parallel group."""
-    return _ranks(*DATA_AXES).index(current_mesh().rank)
+    return current_mesh().data_rank
 
 
 def get_data_parallel_group(as_list: bool = False) -> Any:
     """This rank's data parallel process group; with `as_list` the global ranks of all of them."""
-    return _groups(*DATA_AXES) if as_list else _group(*DATA_AXES)
+    return _groups(*DATA_AXES, as_list=as_list)
 
 
 def get_pipeline_model_parallel_size() -> int:
     """Number of ranks in this rank's pipeline parallel group."""
-    return len(_ranks("pp"))
+    return current_mesh().size("pp")
 
 
 def get_pipeline_model_parallel_rank() -> int:
     """This rank's position in its pipeline parallel group."""
-    return _ranks("pp").index(current_mesh().rank)
+    return current_mesh().coord("pp")
 
 
 def get_pipeline_model_parallel_group(as_list: bool = False) -> Any:
     """This rank's pipeline parallel process group; with `as_list` the global ranks of all of them."""
-    return _groups("pp") if as_list else _group("pp")
+    return _groups("pp", as_list=as_list)
 
 
 get_tensor_parallel_size = get_tensor_model_parallel_world_size = get_tensor_model_parallel_size

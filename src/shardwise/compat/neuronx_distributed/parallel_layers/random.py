@@ -13,9 +13,6 @@ from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import 
 
 __all__ = ["RNGStatesTracker", "get_xla_rng_tracker", "model_parallel_xla_manual_seed"]
 
-_TENSOR = 2718
-_BETWEEN_DATA_RANKS = 1_000_003
-
 
 class RNGStatesTracker:
     """Named streams of torch's random numbers on the CPU."""
@@ -23,28 +20,19 @@ class RNGStatesTracker:
     def __init__(self) -> None:
         self._states: dict[str, torch.Tensor] = {}
 
-    def reset(self) -> None:
-        """Forgets every stream."""
-        self._states.clear()
-
     def add(self, name: str, seed: int) -> None:
         """Begins a stream; one of that name begins again."""
         self._states[name] = torch.Generator().manual_seed(seed).get_state()
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Inside, torch draws from the stream of that name; afterwards as before.
-
-        Raises:
-            KeyError: there is none.
-        """
-        before = torch.get_rng_state()
-        torch.set_rng_state(self._states[name])
-        try:
-            yield
-        finally:
-            self._states[name] = torch.get_rng_state()
-            torch.set_rng_state(before)
+        """Inside, torch draws from the stream of that name; afterwards as before. KeyError where there is none."""
+        with torch.random.fork_rng(devices=()):
+            torch.set_rng_state(self._states[name])
+            try:
+                yield
+            finally:
+                self._states[name] = torch.get_rng_state()
 
 
 _TRACKER = RNGStatesTracker()
@@ -57,11 +45,10 @@ def get_xla_rng_tracker() -> RNGStatesTracker:
 
 def model_parallel_xla_manual_seed(seed: int) -> None:
     """Seeds torch, numpy and Python alike on the tp ranks of one data rank, and a stream that differs between tp ranks
-    for `get_xla_rng_tracker().fork()`. Data ranks draw differently (theirs dropped the same on all of them).
+    for `get_xla_rng_tracker().fork()`. Data ranks draw differently.
     """
-    seed += _BETWEEN_DATA_RANKS * current_mesh().data_rank
+    seed += 1_000_003 * current_mesh().data_rank
     torch.manual_seed(seed)
     numpy.random.seed(seed % 2**32)
     random.seed(seed)
-    _TRACKER.reset()
-    _TRACKER.add("model-parallel-rng", seed + _TENSOR + current_mesh().coord("tp"))
+    _TRACKER.add("model-parallel-rng", seed + 2718 + current_mesh().coord("tp"))

@@ -4,7 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["set_tensor_model_parallel_attributes"]
+import torch
+from torch import nn
+
+from shardwise.compat.layers.by_hand import adopt_model
+from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
+from shardwise.parameters.registry import is_split
+
+__all__ = ["move_model_to_device", "set_tensor_model_parallel_attributes"]
+
+
+def move_model_to_device(model: nn.Module, device: torch.device | str) -> None:
+    """Moves the model, and makes it known: gradients are complete when `backward` returns (means over data ranks, sums
+    where tp ranks hold parts), and clipping, `full_state_dict` and checkpoints know its parameters.
+
+    Communicates: as `shardwise.compat.layers.by_hand.adopt_model`.
+    """
+    model.to(device)
+    if not is_split(model):
+        adopt_model(model, current_mesh())
 
 
 def set_tensor_model_parallel_attributes(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -10,7 +10,7 @@ from torch import nn
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.compat.neuronx_distributed.trainer.config import neuronx_distributed_config
 from shardwise.compat.neuronx_distributed.trainer.model import NxDModel
-from shardwise.compat.neuronx_distributed.trainer.trainer import as_model, split_model
+from shardwise.compat.neuronx_distributed.trainer.trainer import split_model
 
 __all__ = ["NxDPPModel"]
 
@@ -19,7 +19,7 @@ class NxDPPModel(NxDModel):
     """A model that is cut into the stages of a pipeline, in place; this rank holds its own stages, on its device.
 
     Args:
-        module: a model, real, the same on every rank, not split yet; with `manual_pp_partition` the list of its layers.
+        module: a model, real, the same on every rank, not split yet.
         pipeline_config: as in `neuronx_distributed_config`.
 
     Raises:
@@ -29,13 +29,8 @@ class NxDPPModel(NxDModel):
     Communicates: as `shardwise.parallelize`.
     """
 
-    def __init__(
-        self,
-        module: nn.Module | Sequence[nn.Module],
-        nxd_config: Mapping[str, Any] | None = None,
-        **pipeline_config: Any,
-    ) -> None:
+    def __init__(self, module: nn.Module, nxd_config: Mapping[str, Any] | None = None, **pipeline_config: Any) -> None:
         mesh = current_mesh()
         if nxd_config is None:
             nxd_config = neuronx_distributed_config(mesh.size("tp"), mesh.size("pp"), pipeline_config=pipeline_config)
-        super().__init__(split_model(as_model(module, nxd_config), nxd_config), nxd_config)
+        super().__init__(split_model(module, nxd_config), nxd_config)

@@ -22,12 +22,11 @@ from shardwise.checkpoint.store import find_tag, find_tags, prune, root_of
 from shardwise.checkpoint.tree import encode_tree
 from shardwise.comm.agree import gather_from_all
 from shardwise.compat.layers.by_hand import adopt_model
-from shardwise.compat.layers.transparent import seen_through
+from shardwise.compat.neuronx_distributed.parallel_layers.checkpointing import load, save
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
+from shardwise.compat.neuronx_distributed.trainer.model import unwrapped
 from shardwise.compat.neuronx_distributed.trainer.optimizer import NxDOptimizer
-from shardwise.compat.rank_files import load_by_rank, write_by_rank
-from shardwise.compat.spelling import also_spelled
-from shardwise.compat.warned import warn_once
+from shardwise.compat.warned import warn_idle
 from shardwise.errors import ConfigError, LoadError, one_line
 from shardwise.optim.optimizer import model_under
 
@@ -36,6 +35,7 @@ __all__ = ["finalize_checkpoint", "has_checkpoint", "load_checkpoint", "save_che
 Path = str | os.PathLike[str]
 _DICTIONARY = "optimizer_by_rank"
 _PICKLED = "$torch.save"
+_STREAMED = "a rank has one tensor at a time on the host"
 _ARRAYS: Any = getattr(numpy, "_core", None) or numpy.core
 _PLAIN: tuple[Any, ...] = (
     argparse.Namespace, types.SimpleNamespace, datetime.datetime, datetime.date, datetime.time, datetime.timedelta,
@@ -46,7 +46,6 @@ _PLAIN: tuple[Any, ...] = (
 """Classes whose objects run nothing when they are read."""
 
 
-@also_spelled(checkpoint_dir_str="path")
 def save_checkpoint(
     path: Path,
     tag: str = "",
@@ -60,8 +59,6 @@ def save_checkpoint(
     async_save: bool = False,
     zero1_optimizer: bool = False,
     nxd_config: Any = None,
-    use_zero1_dcp: bool = False,
-    avoid_saving_lower_precision_weights: bool = False,
 ) -> None:
     """Saves a checkpoint that any degrees can load; see `shardwise.save_checkpoint`.
 
@@ -75,8 +72,8 @@ def save_checkpoint(
         num_kept_ckpts: delete all but so many of the newest, this one always kept; None or -1 keeps all.
         async_save: write while training goes on, decided again by every call.
         zero1_optimizer: whether every data rank writes its dictionary; else data rank 0 does.
-        num_workers, use_xser, use_zero1_dcp, avoid_saving_lower_precision_weights: change nothing: each rank writes one
-            tensor after the other, and holds no more than that one on the host.
+        num_workers, use_xser: change nothing: each rank writes one tensor after the other, and holds no more than that
+            one on the host.
 
     Raises:
         ConfigError: `num_kept_ckpts` is 0, or something cannot be saved.
@@ -84,39 +81,32 @@ def save_checkpoint(
 
     Communicates: as `shardwise.save_checkpoint`; for a dictionary, one gather of a small object over all ranks.
     """
-    _check_workers("save_checkpoint", num_workers)
-    if use_xser or use_zero1_dcp or avoid_saving_lower_precision_weights:
-        warn_once("save_checkpoint: use_xser, use_zero1_dcp and avoid_saving_lower_precision_weights change nothing")
+    warn_idle("save_checkpoint", _STREAMED, num_workers=num_workers != 8, use_xser=use_xser)
     if all(each is None for each in (model, optimizer, scheduler, user_content)):
         raise ConfigError("save_checkpoint has nothing to save", fix="pass model=, optimizer=, user_content=, ...")
+    if num_kept_ckpts is not None and num_kept_ckpts < 1 and num_kept_ckpts != -1:
+        raise ConfigError(f"num_kept_ckpts is {num_kept_ckpts}", fix="use a positive number, or -1 to keep all")
+    num_kept = None if num_kept_ckpts == -1 else num_kept_ckpts
     model = vars(model).get("model", model) if model is not None else None  # of a NeuronLTModule
     entries = optimizer if isinstance(optimizer, dict) else None
-    own = None if isinstance(optimizer, dict) else optimizer
-    if entries is not None and num_kept_ckpts is not None and num_kept_ckpts < 1 and num_kept_ckpts != -1:
-        raise ConfigError(f"num_kept_ckpts is {num_kept_ckpts}", fix="use a positive number, or -1 to keep all")
-    lora = getattr(model, "lora_config", None)
-    content = _packed(user_content if lora is None else lora.packed(user_content))
-    try:
-        pending = checkpoints.save_checkpoint(
-            path,
-            model=_model_of(model, own),
-            optimizer=_optimizer(own),
-            scheduler=scheduler,
-            extra=content,
-            tag=None if tag is None else str(tag) or None,
-            async_save=async_save,
-            keep_last=None if num_kept_ckpts == -1 or entries is not None else num_kept_ckpts,
-        )
-    except ConfigError as error:
-        said = error.summary.replace("keep_last", "num_kept_ckpts")
-        raise ConfigError(said, at=error.at, why=error.why, fix=error.fix) from error
+    split = _model_of(model, None if entries is not None else optimizer)
+    lora = getattr(split, "lora_config", None)
+    pending = checkpoints.save_checkpoint(
+        path,
+        model=split,
+        optimizer=None if entries is not None else _optimizer(optimizer),
+        scheduler=scheduler,
+        extra=_packed(user_content if lora is None else lora.packed(user_content)),
+        tag=str(tag) or None,
+        async_save=async_save,
+        keep_last=num_kept if entries is None else None,
+    )
     if entries is not None:
-        place = root_of(path) / pending.wait() / _DICTIONARY
-        write_by_rank(entries, place, current_mesh(), by_data_rank=zero1_optimizer)
-        if num_kept_ckpts not in (None, -1) and current_mesh().rank == 0:  # not before this one is complete
-            prune(root_of(path), keep_last=num_kept_ckpts)
-    if lora is not None and model is not None:
-        lora.export(seen_through(model), path, pending.wait())
+        save(entries, root_of(path) / pending.wait() / _DICTIONARY, False, master_dp_only=not zero1_optimizer)
+        if num_kept is not None and current_mesh().rank == 0:  # not before this one is complete
+            prune(root_of(path), keep_last=num_kept)
+    if lora is not None:
+        lora.export(split, path, pending.wait())
 
 
 def load_checkpoint(
@@ -127,7 +117,6 @@ def load_checkpoint(
     scheduler: Any = None,
     num_workers: int = 8,
     strict: bool = True,
-    use_zero1_dcp: bool = False,
 ) -> Any:
     """Loads a checkpoint of any degrees, model before optimizer; returns its `user_content`.
 
@@ -135,37 +124,29 @@ def load_checkpoint(
         tag: by default the newest complete one.
         optimizer: also a dictionary, whose entries become those that this rank saved.
         strict: whether names that only the model or only the checkpoint has are an error.
-        num_workers, use_zero1_dcp: change nothing: each rank reads its own parts, one after the other.
+        num_workers: changes nothing: each rank reads its own parts, one after the other.
 
     Raises:
         LoadError: there is none, or it is damaged or of another model; the same on every rank, nothing is changed.
     """
-    _check_workers("load_checkpoint", num_workers)
-    chosen = None if tag is None else str(tag) or None
+    warn_idle("load_checkpoint", _STREAMED, num_workers=num_workers != 8)
+    chosen = str(tag or "") or None
     content = checkpoints.load_checkpoint(
         path,
         chosen,
-        model=None if model is None else seen_through(model),
+        model=None if model is None else unwrapped(model),
         optimizer=None if isinstance(optimizer, dict) else _optimizer(optimizer),
         scheduler=scheduler,
         strict=strict,
     )
     if isinstance(optimizer, dict):
         place = find_tag(root_of(path), chosen) / _DICTIONARY
-        by_data_rank = any(place.glob("*_dp_rank_*"))
-        found = load_by_rank(place, current_mesh(), by_data_rank=by_data_rank)
+        found = load(place, master_dp_only=not any(place.glob("*_dp_rank_*")))
         optimizer.clear()
         optimizer.update(found)
     content = _unpacked(content)
     is_packed = isinstance(content, dict) and content.keys() == {"user_content", "lora_config"}
     return content["user_content"] if is_packed else content
-
-
-def _check_workers(name: str, num_workers: int) -> None:
-    if type(num_workers) is not int or not 1 <= num_workers <= 32:
-        raise ConfigError(f"num_workers is {num_workers!r}", fix="use a number from 1 to 32")
-    if num_workers != 8:
-        warn_once(f"{name}: num_workers changes nothing: a rank has one tensor at a time on the host")
 
 
 def _packed(content: Any) -> Any:
@@ -225,13 +206,13 @@ def _unpacked(content: Any) -> Any:
 def _model_of(model: Any, optimizer: Any) -> nn.Module:
     """The model that is saved: an empty one where there is none, so that the rest is a checkpoint too."""
     if model is not None:
-        return seen_through(model)
-    if optimizer is not None and (found := model_under(optimizer)) is not None:
-        return found
+        return unwrapped(model)
     if optimizer is not None:
-        raise ConfigError(
-            "save_checkpoint of an optimizer whose model is not known", fix="pass model=, or its state_dict()"
-        )
+        found = model_under(optimizer)
+        if found is None:
+            what = "save_checkpoint of an optimizer whose model is not known"
+            raise ConfigError(what, fix="pass model=, or its state_dict()")
+        return found
     empty = nn.Module()
     adopt_model(empty, current_mesh())
     return empty

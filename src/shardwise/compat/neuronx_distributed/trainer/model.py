@@ -2,50 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
-from shardwise.compat.layers.transparent import Transparent, seen_through
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.compat.run_batch import BatchRunner
 from shardwise.parallel.state_dict_guard import local_state_dict
 
-__all__ = ["NxDModel"]
+__all__ = ["NxDModel", "unwrapped"]
 
 
-class NxDModel(Transparent):
-    """Wraps a split model; its modules and parameters keep their names, and `shardwise`'s functions take it, too. What
-    begins with `local_` is the same: names are those of what this rank holds.
+def _delegated(name: str) -> Callable[..., Any]:
+    """The wrapped module's method of that name."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.__dict__["module"], name)(*args, **kwargs)
+
+    call.__name__, call.__doc__ = name, getattr(nn.Module, name).__doc__
+    return call
+
+
+class NxDModel(nn.Module):
+    """Wraps a split model. Its modules and parameters keep their names, `shardwise`'s functions take it too, and other
+    attributes are the model's. Methods that begin with `local_` are the same.
     """
 
     def __init__(self, module: nn.Module, nxd_config: Mapping[str, Any]) -> None:
-        super().__init__(module)
-        self.__dict__.update(nxd_config=dict(nxd_config), pp_enabled=current_mesh().size("pp") > 1)
-        self.__dict__["lora_config"] = getattr(module, "lora_config", None)
+        super().__init__()
         config = nxd_config["pipeline_config"] or {}
-        self.__dict__["runner"] = BatchRunner(
-            self.local_module(),
+        runner = BatchRunner(
+            module,
             num_microbatches=config.get("num_microbatches", 1),
             averages=config.get("broadcast_and_average_loss", False),
-            returns_each=config.get("return_mb_loss", False),
         )
+        # The module is no child, so that names have no prefix.
+        self.__dict__.update(module=module, runner=runner, nxd_config=dict(nxd_config))
+        self.__dict__["pp_enabled"] = current_mesh().size("pp") > 1
         self.train()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model."""
+        return self.__dict__["module"](*args, **kwargs)
 
     def local_module(self) -> nn.Module:
         """The split model itself."""
-        return seen_through(self)
+        module: nn.Module = self.__dict__["module"]
+        return module
 
-    def local_modules(self) -> list[nn.Module]:
-        """The split model, in a list."""
-        return [self.local_module()]
+    named_parameters = _delegated("named_parameters")
+    named_buffers = _delegated("named_buffers")
+    named_modules = _delegated("named_modules")
+    named_children = _delegated("named_children")
+    load_state_dict = _delegated("load_state_dict")
+    zero_grad = _delegated("zero_grad")
+    local_parameters, local_named_parameters = nn.Module.parameters, named_parameters
 
-    original_module = local_module
-    local_parameters, local_named_parameters = Transparent.parameters, Transparent.named_parameters
-    local_buffers, local_named_buffers = Transparent.buffers, Transparent.named_buffers
-    local_children, local_named_children = Transparent.children, Transparent.named_children
-    local_named_modules = Transparent.named_modules
+    @property
+    def config(self) -> Any:
+        """The config of a transformers model."""
+        return self.local_module().config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the first floating-point parameter."""
+        return next((each.dtype for each in self.parameters() if each.is_floating_point()), torch.get_default_dtype())
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """This rank's parts, for `parallel_layers.save`."""
@@ -55,10 +78,36 @@ class NxDModel(Transparent):
 
     def run_train(self, *args: Any, **kwargs: Any) -> Any:
         """Runs forward and backward of one batch, through all stages of a pipeline; returns the loss, detached, on
-        every rank, or with `return_mb_loss` a list of the microbatches'. See `shardwise.compat.run_batch.BatchRunner`.
+        every rank. See `shardwise.compat.run_batch.BatchRunner`.
         """
         return self.__dict__["runner"].run_train(*args, **kwargs)
 
     def run_eval(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the model computes, without gradients; the same on every rank of a pipeline."""
         return self.__dict__["runner"].run_eval(*args, **kwargs)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> NxDModel:
+        """Calls `fn` with every module of the model."""
+        self.local_module().apply(fn)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> NxDModel:
+        self.local_module()._apply(fn, recurse)
+        return self
+
+    def train(self, mode: bool = True) -> NxDModel:
+        """Sets the mode of the model."""
+        self.training = mode
+        self.local_module().train(mode)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["module"], name)
+
+    def __repr__(self) -> str:
+        return f"NxDModel({self.local_module()!r})"
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The split model inside of an `NxDModel`; any other model itself."""
+    return model.local_module() if isinstance(model, NxDModel) else model

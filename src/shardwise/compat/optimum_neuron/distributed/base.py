@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +19,7 @@ from shardwise.compat.layers.by_hand import split_rewritten
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.compat.optimum_neuron.distributed.moved_optimizer import move_optimizer
 from shardwise.compat.run_batch import add_runners
-from shardwise.compat.warned import warn_once
+from shardwise.compat.warned import warn_idle
 from shardwise.errors import ConfigError
 from shardwise.parameters.registry import registry_of
 from shardwise.plan.options import FsdpPolicy, ParallelSpec, Recompute, check_count, check_kind
@@ -113,36 +112,40 @@ class Parallelizer:
             raise ConfigError(f"device is {device}, but ranks compute on {mesh.device.type}", fix="leave device out")
         check_count("pipeline_parallel_num_microbatches", pipeline_parallel_num_microbatches)
         check_kind("num_local_ranks_per_step", num_local_ranks_per_step, int, fix="use an integer; -1 means all ranks")
-        _check_idle(find_model(model), mesh.size("tp"), kv_size_multiplier, pipeline_parallel_input_names)
-        if pipeline_parallel_use_zero1_optimizer:
-            warn_once("parallelize: pipeline_parallel_use_zero1_optimizer changes nothing: gradients are averaged once")
-        recomputes = pipeline_parallel_gradient_checkpointing_enabled and mesh.size("pp") > 1
-        model = cls._split(
-            model,
-            {"checkpoint_dir": checkpoint_dir, "ranks_at_a_time": num_local_ranks_per_step},
-            recompute=Recompute(mode="full" if recomputes else "none"),
-            device=mesh.device,
-            parallelize_embeddings=parallelize_embeddings,
-            sequence_parallel_enabled=sequence_parallel_enabled,
-            should_parallelize_layer_predicate_func=None,
+        check_count("kv_size_multiplier", 1 if kv_size_multiplier is None else kv_size_multiplier)
+        warn_idle(
+            "parallelize",
+            "ranks hold the key/value heads that they need, stages take all inputs, gradients are averaged once",
             kv_size_multiplier=kv_size_multiplier,
+            pipeline_parallel_input_names=pipeline_parallel_input_names,
+            pipeline_parallel_use_zero1_optimizer=pipeline_parallel_use_zero1_optimizer,
         )
+        recomputes = pipeline_parallel_gradient_checkpointing_enabled and mesh.size("pp") > 1
+        given: dict[str, Any] = {
+            "device": mesh.device,
+            "parallelize_embeddings": parallelize_embeddings,
+            "sequence_parallel_enabled": sequence_parallel_enabled,
+            "should_parallelize_layer_predicate_func": None,
+            "kv_size_multiplier": kv_size_multiplier,
+            "recompute": Recompute(mode="full" if recomputes else "none"),
+            "checkpoint_dir": checkpoint_dir,
+            "ranks_at_a_time": num_local_ranks_per_step,
+        }
+        if cls._parallelize.__func__ is Parallelizer._parallelize.__func__:  # type: ignore[attr-defined]
+            model = cls._parallelize(model, **given)
+        else:
+            taken = inspect.signature(cls._parallelize).parameters
+            if all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in taken.values()):
+                given = {name: value for name, value in given.items() if name in taken}
+            model = split_rewritten(
+                model,
+                mesh,
+                functools.partial(cls._parallelize, model, **given),
+                checkpoint=checkpoint_dir,
+                ranks_at_a_time=num_local_ranks_per_step,
+            )
         add_runners(model, num_microbatches=pipeline_parallel_num_microbatches)
         return model
-
-    @classmethod
-    def _split(cls, model: nn.Module, loading: Mapping[str, Any], **given: Any) -> nn.Module:
-        """By `_parallelize`, whoever wrote it."""
-        if cls._parallelize.__func__ is Parallelizer._parallelize.__func__:  # type: ignore[attr-defined]
-            return cls._parallelize(model, **given, **loading)
-        taken = inspect.signature(cls._parallelize).parameters
-        if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values()):
-            given |= loading
-        else:
-            given = {name: value for name, value in given.items() if name in taken}
-        place, ranks = loading["checkpoint_dir"], loading["ranks_at_a_time"]
-        rewrite = functools.partial(cls._parallelize, model, **given)
-        return split_rewritten(model, current_mesh(), rewrite, checkpoint=place, ranks_at_a_time=ranks)
 
     @classmethod
     def optimizer_for_mp(
@@ -176,10 +179,12 @@ class Parallelizer:
             use_xser, num_local_ranks_per_step: change nothing: ranks stream tensor by tensor.
             async_save: return when everything has been copied to host memory.
         """
-        if not use_xser:
-            warn_once("save_model_sharded_checkpoint: use_xser changes nothing: the format is that of shardwise")
-        if num_local_ranks_per_step != 8:
-            warn_once("save_model_sharded_checkpoint: num_local_ranks_per_step changes nothing: tensors are streamed")
+        warn_idle(
+            "save_model_sharded_checkpoint",
+            "ranks stream tensor by tensor",
+            use_xser=not use_xser,
+            num_local_ranks_per_step=num_local_ranks_per_step != 8,
+        )
         checkpoints.save_checkpoint(output_dir, model=model, optimizer=optimizer, tag=_TAG, async_save=async_save)
 
     @classmethod
@@ -209,38 +214,13 @@ class Parallelizer:
         Raises:
             ConfigError: neither is asked for, or an optimizer would be left out.
         """
-        if not as_regular and not as_sharded:
-            raise ConfigError("save_model_checkpoint with as_regular=False and as_sharded=False", fix="choose one")
-        if optimizer is not None and not as_sharded:
-            raise ConfigError("an optimizer in a regular checkpoint", why="it holds weights", fix="use as_sharded=True")
+        if (optimizer is not None or not as_regular) and not as_sharded:
+            raise ConfigError(
+                "save_model_checkpoint with as_sharded=False", fix="use as_sharded=True, for an optimizer"
+            )
         if as_regular:
             export_pretrained(model, output_dir)
         if as_sharded:
             cls.save_model_sharded_checkpoint(model, output_dir, optimizer=optimizer)
 
     load_model_checkpoint = load_model_sharded_checkpoint
-
-
-def _check_idle(model: Any, tp: int, multiplier: int | None, names: Any) -> None:
-    """Raises `ConfigError` where heads do not divide by `multiplier`, or no input has one of the `names`; warns once
-    that these change nothing.
-    """
-    if multiplier is not None:
-        text = model.config.get_text_config()
-        heads: Any = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", tp)
-        smallest = tp // math.gcd(heads, tp)
-        if type(multiplier) is not int or multiplier < 1 or heads * multiplier % tp:
-            raise ConfigError(
-                f"kv_size_multiplier is {multiplier!r}",
-                why=f"{heads} key/value heads so many times do not divide among {tp} ranks",
-                fix=f"use a multiple of {smallest}, or leave it out",
-            )
-        if multiplier != smallest:
-            warn_once("parallelize: kv_size_multiplier changes nothing: ranks hold the key/value heads that they need")
-    if names is not None:
-        known = inspect.signature(model.forward).parameters
-        listed = [names] if isinstance(names, str) else names
-        unknown = [each for each in listed if each not in known]
-        if unknown and not isinstance(names, Mapping):  # by the names of classes
-            raise ConfigError(f"pipeline_parallel_input_names has {unknown[0]!r}, which is no input of the model")
-        warn_once("parallelize: pipeline_parallel_input_names changes nothing: stages take all inputs")

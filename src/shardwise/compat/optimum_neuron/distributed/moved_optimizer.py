@@ -27,12 +27,7 @@ def lazy_class(optimizer_cls: type[torch.optim.Optimizer]) -> type[torch.optim.O
     """A subclass whose optimizers keep what they were given, and hold an empty parameter in place of a group's.
 
     Its instances have the groups and options of real ones, so that wrong ones are errors at once, but cannot step.
-
-    Raises:
-        TypeError: it is no optimizer class.
     """
-    if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, torch.optim.Optimizer)):
-        raise TypeError(f"optimizer_cls must be a torch.optim.Optimizer class, got {optimizer_cls!r}")
 
     class Lazy(optimizer_cls):  # type: ignore[misc, valid-type]
         @functools.wraps(optimizer_cls.__init__)  # type: ignore[misc]
@@ -67,13 +62,10 @@ def move_optimizer(optimizer: torch.optim.Optimizer, moved: Mapping[int, Tensor]
         UnsupportedError: the optimizer does not update parts as it would full parameters.
     """
     check_kind("the optimizer", optimizer, torch.optim.Optimizer, fix="pass the optimizer, then the mapping")
-    check_kind("what parameters have become", moved, Mapping, fix="map ids of parameters to parameters")
-    for key, value in moved.items():
-        if not isinstance(value, Tensor) or not isinstance(key, int):  # nobody's id would be one of another stage's
-            raise ConfigError(
-                f"a parameter is said to have become {value!r}" if isinstance(key, int) else f"{key!r} is no id",
-                fix="map id(parameter), of those of the optimizer, to parameters",
-            )
+    if not isinstance(moved, Mapping) or not all(
+        isinstance(key, int) and isinstance(value, Tensor) for key, value in moved.items()
+    ):  # nobody's id would be one of another stage's
+        raise ConfigError("the mapping is not one of ids to parameters", fix="map id(parameter) to parameters")
     lazy = optimizer.__dict__.get(_ARGUMENTS)
     given = lazy[1] if lazy is not None else optimizer.param_groups
     _check_all(given, moved)
@@ -93,9 +85,9 @@ def _own(each: Any) -> Any:
 
 def _check_all(groups: Iterable[Mapping[str, Any]], moved: Mapping[int, Tensor]) -> None:
     lost = [_own(each) for group in groups for each in group["params"] if id(_own(each)) not in moved]
-    entry = next((entry for value in moved.values() if (entry := entry_of(value)) is not None), None)
     if not lost:
         return
+    entry = next((entry for value in moved.values() if (entry := entry_of(value)) is not None), None)
     if entry is None or entry.registry.mesh.size("pp") == 1:
         raise ConfigError(
             f"what became of {counted(len(lost), 'parameter')} of the optimizer is not said",
@@ -104,7 +96,7 @@ def _check_all(groups: Iterable[Mapping[str, Any]], moved: Mapping[int, Tensor])
         )
     model, tied = entry.registry.model(), set(entry.registry.tied.values())
     mapped, shapes = {id(value) for value in moved.values()}, {tuple(each.shape) for each in lost}
-    for fqn, value, own in find_parameters(model) if model is not None and tied else ():
+    for fqn, value, own in find_parameters(model) if model is not None else ():
         is_lost = own is not None and own.fqn in tied and own.layout.shape in shapes and id(value) not in mapped
         if is_lost and value.requires_grad:
             raise ConfigError(
@@ -121,9 +113,12 @@ def _moved_group(group: Mapping[str, Any], moved: Mapping[int, Tensor]) -> list[
     own = [(each, moved[id(_own(each))]) for each in group["params"] if id(_own(each)) in moved]
     found = []
     for kind in (True, False):
-        chosen = [(each, value) for each, value in own if isinstance(value, DTensor) is kind]
-        params = [(each[0], value) if isinstance(each, tuple) else value for each, value in chosen]
-        found += [{**group, "params": params}] if chosen or not (own or kind) else []
+        params = [
+            (each[0], value) if isinstance(each, tuple) else value
+            for each, value in own
+            if isinstance(value, DTensor) is kind
+        ]
+        found += [{**group, "params": params}] if params or not (own or kind) else []
     return found
 
 
@@ -140,18 +135,14 @@ def _alike(
     made.__dict__["param_groups"] = groups
     made.__dict__["state"] = type(optimizer.state)(dict)
     for parameter, state in optimizer.state.items():
-        if id(parameter) in moved:
-            made.state[moved[id(parameter)]] = _moved_state(state, moved[id(parameter)])
+        if (now := moved.get(id(parameter))) is not None:
+            made.state[now] = {name: _moved_state(value, now) for name, value in state.items()}
     return made
 
 
-def _moved_state(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """The state of what is `parameter` now: of tensors of its full shape this rank's part."""
-    entry, found = entry_of(parameter), {}
-    for name, value in state.items():
-        if entry is None or not isinstance(value, Tensor) or not value.ndim or value.shape != entry.layout.shape:
-            found[name] = copy.deepcopy(value)
-            continue
-        local = local_tensor(value, entry.layout, entry.registry.mesh.coords)
-        found[name] = entry.wrap(local.to(parameter.device))
-    return found
+def _moved_state(value: Any, parameter: Tensor) -> Any:
+    """A value of the state of what is `parameter` now: of a tensor of its full shape this rank's part."""
+    entry = entry_of(parameter)
+    if entry is None or not isinstance(value, Tensor) or not value.ndim or value.shape != entry.layout.shape:
+        return copy.deepcopy(value)
+    return entry.wrap(local_tensor(value, entry.layout, entry.registry.mesh.coords).to(parameter.device))

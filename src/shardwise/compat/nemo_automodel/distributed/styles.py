@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import pkgutil
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,8 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from shardwise.comm.collectives import copy_to_region
-from shardwise.compat.import_paths import import_from_path
-from shardwise.errors import PlanError, UnsupportedError, did_you_mean
+from shardwise.errors import ConfigError, PlanError, UnsupportedError, did_you_mean
 from shardwise.parallel.declared_plans import AUTOMATIC
 from shardwise.plan.match import match
 from shardwise.plan.options import check_kind
@@ -30,7 +30,7 @@ from shardwise.plan.rule import STYLES, Rule
 from shardwise.plan.spec import Plan
 from shardwise.runtime.reading import read_in_forward
 
-__all__ = ["RuleStyle", "declared_styles", "hf_plan", "read_plan", "style_of"]
+__all__ = ["RuleStyle", "declared_styles", "hf_plan", "import_from_path", "read_plan", "style_of"]
 
 _PREPARED = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
 _OF_TORCH: dict[str, tuple[type[ParallelStyle], dict[str, Any]]] = {
@@ -91,11 +91,11 @@ def style_of(style: str) -> ParallelStyle:
     if style in _OF_TORCH:
         build, options = _OF_TORCH[style]
         return build(**options)
-    known = {*_OF_TORCH, "local_params", "mla_kv_a_proj", *(name for own in STYLES.values() for name in own)}
-    if style not in known:
+    if style not in ("local_params", "mla_kv_a_proj"):
         try:
-            Rule.of("*", style)  # one with arguments
+            Rule.of("*", style)
         except PlanError as error:
+            known = {*_OF_TORCH, *(name for own in STYLES.values() for name in own)}
             raise PlanError(
                 f"Unknown parallel style: {style}{did_you_mean(style, known)}",
                 fix=f"use one of {', '.join(sorted(known))}",
@@ -117,14 +117,27 @@ def declared_styles(model: nn.Module) -> dict[str, ParallelStyle]:
     Raises:
         PlanError: a plan has an unknown style.
     """
-    named = {"": model} | {f"{name}.": child for name, child in model.named_children()}
-    plans = ((start, plan) for start, module in named.items() for plan in _plans_of(module))
-    return {start + pattern: style_of(style) for start, plan in plans for pattern, style in plan.items()}
+    found = {}
+    for start, module in {"": model, **{f"{name}.": child for name, child in model.named_children()}}.items():
+        for owner in (type(module), module):  # PEFT's models answer for the model inside, whose names differ
+            plan = vars(owner).get("_tp_plan") if owner is module else getattr(owner, "_tp_plan", None)
+            found.update({start + pattern: style_of(style) for pattern, style in (plan or {}).items()})
+    return found
 
 
-def _plans_of(module: nn.Module) -> Iterator[Mapping[str, str]]:
-    yield getattr(type(module), "_tp_plan", None) or {}
-    yield vars(module).get("_tp_plan") or {}  # PEFT's models answer for the model inside, whose names differ
+def import_from_path(path: str) -> Any:
+    """Returns the object at a dotted path such as `package.module.Name`.
+
+    Raises:
+        ConfigError: `path` is no such path, or nothing stands there.
+    """
+    try:
+        if "." not in path:
+            raise ValueError("it names a module and an object in it")
+        return pkgutil.resolve_name(path)
+    except (TypeError, ValueError, ImportError, AttributeError) as error:
+        hint = did_you_mean(error.name, dir(error.obj)) if isinstance(error, AttributeError) and error.name else ""
+        raise ConfigError(f"cannot import {path!r}{hint}", why=str(error), fix="use package.module.Name") from error
 
 
 def read_plan(plan: Any, model: nn.Module) -> tuple[str | Plan, bool]:
@@ -135,7 +148,7 @@ def read_plan(plan: Any, model: nn.Module) -> tuple[str | Plan, bool]:
             returns one (of the model, if it takes an argument); "auto", "declared" or "derived"; None for "auto".
 
     Raises:
-        PlanError: it is none of these, matches nothing, or its styles contradict each other.
+        PlanError: it is none of these.
     """
     check_kind("the model", model, nn.Module, fix="pass the model itself, first")
     if isinstance(plan, str) and plan not in AUTOMATIC:
@@ -149,51 +162,30 @@ def read_plan(plan: Any, model: nn.Module) -> tuple[str | Plan, bool]:
             f"a tp_shard_plan cannot be a {type(plan).__name__}",
             fix='use a dict such as {"model.layers.*.mlp.up_proj": ColwiseParallel()}, or the import path of one',
         )
-    if (other := next((key for key in plan if not isinstance(key, str)), None)) is not None:
-        raise PlanError(f"the tp_shard_plan has the key {other!r}", fix="use names of modules, or patterns of them")
-    names = [name for name, _ in model.named_modules()]
-    matched = {pattern: _matching(pattern, names) for pattern in plan}
-    if plan and not any(matched.values()):
-        raise PlanError(
-            f"the tp_shard_plan matches nothing in {type(model).__name__}",
-            why=f"it names {', '.join(map(repr, plan))}{did_you_mean(next(iter(plan)), names)}",
-            fix="use the names of model.named_modules()",
-        )
-    _check_sequence(plan)
     rules: list[Rule] = []
-    kinds: dict[str, str] = {}
     for pattern, style in plan.items():
-        styles = _styles(pattern, style, model, matched[pattern])
-        kind = styles[0][:7] if styles else ""
-        for name in matched[pattern] if kind in ("colwise", "rowwise") else ():
-            if kinds.setdefault(name, kind) != kind:  # others correct what stands before them
-                raise PlanError(
-                    "the styles of the plan contradict each other",
-                    at=name,
-                    why=f"{pattern!r} says {styles[0]}, and an entry before it {kinds[name]}",
-                    fix="split a module by its columns or by its rows",
-                )
-        targets = [pattern] if _is_ours(pattern) else matched[pattern]
-        rules += [Rule.of(target, each) for target in targets or [pattern] for each in styles]
-    return Plan(tuple({(type(rule), rule.pattern): rule for rule in rules}.values())), any(
-        map(_splits_sequence, plan.values())
+        names = [name for name, _ in model.named_modules() if _matches(str(pattern), name)]
+        for each in _styles(pattern, style, model, names):
+            rules += [Rule.of(target, each) for target in ([pattern] if _is_ours(pattern) else names)]
+    is_sequence = any(
+        isinstance(style, SequenceParallel)
+        or style == "sequence_parallel"
+        or (isinstance(style, RowwiseParallel) and style.output_layouts[0] == Shard(1))
+        for style in plan.values()
     )
+    return Plan(tuple({(type(rule), rule.pattern): rule for rule in rules}.values())), is_sequence
 
 
 def _is_ours(pattern: str) -> bool:
     """Whether a pattern means the same to `fnmatch`, which torch uses, and to us."""
-    return all(part == "*" or part == "**" or not set(part) & set("*?[") for part in pattern.split("."))
+    return all(part in ("*", "**") or not set(part) & set("*?[") for part in pattern.split("."))
 
 
-def _matching(pattern: str, names: Sequence[str]) -> list[str]:
+def _matches(pattern: str, name: str) -> bool:
     if _is_ours(pattern):
-        return [name for name in names if match(pattern, name)]
-    parts = pattern.split(".")
-    return [
-        name
-        for name in names
-        if name.count(".") + 1 == len(parts) and all(map(fnmatch.fnmatch, name.split("."), parts))
-    ]
+        return match(pattern, name)
+    parts, own = pattern.split("."), name.split(".")
+    return len(parts) == len(own) and all(map(fnmatch.fnmatch, own, parts))
 
 
 def _styles(pattern: str, style: Any, model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
@@ -219,26 +211,3 @@ def _styles(pattern: str, style: Any, model: nn.Module, names: Sequence[str]) ->
         fix="use ColwiseParallel, RowwiseParallel, SequenceParallel, PrepareModuleInput, PrepareModuleOutput, a style "
         'string such as "colwise", or what get_hf_tp_shard_plan gives',
     )
-
-
-def _splits_sequence(style: Any) -> bool:
-    return isinstance(style, SequenceParallel) or style == "sequence_parallel" or _leaves_parts(style)
-
-
-def _leaves_parts(style: Any) -> bool:
-    """Whether a row-split module leaves its sum in parts along the sequence."""
-    return isinstance(style, RowwiseParallel) and style.output_layouts[0] == Shard(1)
-
-
-def _check_sequence(plan: Mapping[str, Any]) -> None:
-    """Raises `PlanError` where some row-split modules leave parts of the sequence and others all of it."""
-    if not any(map(_splits_sequence, plan.values())):
-        return
-    rows = {name: style for name, style in plan.items() if isinstance(style, RowwiseParallel)}
-    full = [name for name, style in rows.items() if not _leaves_parts(style)]
-    if (full and len(full) < len(rows)) or (full and any(isinstance(s, SequenceParallel) for s in plan.values())):
-        raise PlanError(
-            "the styles of the plan contradict each other",
-            why=f"some modules are given parts of the sequence, but {', '.join(map(repr, full))} put out all of it",
-            fix="give every RowwiseParallel of a plan with sequence parallelism output_layouts=Shard(1), or none",
-        )
