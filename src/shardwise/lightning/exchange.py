@@ -11,13 +11,10 @@ from torch import Tensor
 from shardwise.comm.agree import sum_of
 from shardwise.comm.collectives import gather_to_region
 from shardwise.comm.operations import broadcast_object
-from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.topology.axes import DATA_AXES
 
 __all__ = ["Exchanges"]
-
-_OPERATIONS = ("mean", "avg", "sum", "max", "min", "product")
 
 
 class Exchanges(ParallelStrategy):
@@ -27,24 +24,16 @@ class Exchanges(ParallelStrategy):
     _mesh: Mesh | None
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """A value reduced, in place, over the data ranks, or `group`: ranks that differ in tp or pp alone have the same
-        one.
+        """Reduces a value, in place, over the data ranks, or `group`.
 
         Args:
             reduce_op: "mean", "sum", "max", "min", "product" or a `ReduceOp`; None is "sum".
 
-        Raises:
-            ConfigError: it is another word.
-
         Communicates: one all-reduce.
         """
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or (group := self._group(group)) is None:
             return tensor
-        name = "sum" if reduce_op is None else reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
-        if isinstance(name, str) and name not in _OPERATIONS:
-            raise ConfigError(f"reduce_op is {reduce_op!r}", fix=f"use one of {', '.join(_OPERATIONS)}, or a ReduceOp")
-        if (group := self._group(group)) is None:
-            return tensor
+        name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op or "sum"
         is_mean = name in ("mean", "avg")
         operation = getattr(dist.ReduceOp, "SUM" if is_mean else name.upper()) if isinstance(name, str) else name
         dist.all_reduce(tensor, op=operation, group=group)
@@ -72,8 +61,7 @@ class Exchanges(ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks."""
-        if self._mesh is not None:
-            sum_of(1, self._mesh.group(), self._mesh.device)
+        self.reduce_boolean_decision(decision=True)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002, FBT001, FBT002
         """Whether it is true on all ranks, or on any."""

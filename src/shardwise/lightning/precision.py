@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import traceback
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
-from lightning.pytorch.utilities import grad_norm
 
-from shardwise.errors import ConfigError, ShardwiseError, UnsupportedError
+from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.parameters.registry import local_part
 from shardwise.plan.options import Precision
 
-__all__ = ["ShardwisePrecision", "check_norms", "read_precision"]
+__all__ = ["ShardwisePrecision", "read_precision"]
 
 _MEANING = {
     "bf16-mixed": Precision(),
@@ -88,22 +86,6 @@ def read_precision(plugin: Any, own: Precision | None) -> ShardwisePrecision:
             fix="say it in one place",
         )
     return ShardwisePrecision(own if theirs is None else theirs)
-
-
-def check_norms(exception: BaseException) -> None:
-    """Raises `UnsupportedError` where an exception is torch's about Lightning's `grad_norm` over FSDP2's shards."""
-    frames = [frame.f_code for frame, _ in traceback.walk_tb(exception.__traceback__)]
-    if (
-        grad_norm.__code__ in frames
-        and isinstance(exception, RuntimeError)
-        and not isinstance(exception, ShardwiseError)
-    ):
-        raise UnsupportedError(
-            "lightning's grad_norm of a module over fsdp or ddp",
-            why="it passes a list of DTensors to torch.tensor, which takes none",
-            fix="call shardwise.clip_grad_norm_(self.model, math.inf), which returns the norm over all ranks and clips "
-            "nothing",
-        ) from exception
 
 
 def _flag_of(dtypes: Precision | None) -> Any:

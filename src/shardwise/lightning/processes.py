@@ -44,7 +44,6 @@ def check_devices(shape: MeshShape, *, num_devices: int, num_nodes: int, world_s
         raise MeshError(
             f"the layout {shape} has {counted(ranks, 'rank')}, and the launcher has started {world_size}",
             why=f"WORLD_SIZE is {world_size}; devices={num_devices} on num_nodes={num_nodes}",
-            fix=f"start {counted(num_devices, 'process')} on each of {counted(num_nodes, 'node')}",
         )
 
 
@@ -76,16 +75,14 @@ def open_mesh(shape: MeshShape, cluster: Any, device: torch.device, **options: A
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    former = {name: os.environ.get(name) for name in values}
+    former = dict(os.environ)
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in former.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in values:
+            os.environ.pop(name, None)
+        os.environ.update({name: former[name] for name in values if name in former})
 
 
 def begin_work(strategy: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,7 +9,6 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -18,13 +16,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from shardwise.api.building import load
-from shardwise.errors import ConfigError, MeshError, did_you_mean
+from shardwise.errors import MeshError
 from shardwise.lightning.accumulation import Window, check_untouched, gradient_versions
 from shardwise.lightning.checkpoint import SavesParts
 from shardwise.lightning.data import end_together, seed_workers
 from shardwise.lightning.exchange import Exchanges
 from shardwise.lightning.models import SplitModels, check_callbacks, note_spec
-from shardwise.lightning.precision import ShardwisePrecision, check_norms, read_precision
+from shardwise.lightning.precision import ShardwisePrecision, read_precision
 from shardwise.lightning.processes import begin_work, check_devices, end_work, open_mesh
 from shardwise.mesh import Mesh
 from shardwise.optim.summing import multiply_gradients
@@ -64,7 +62,6 @@ class ShardwiseStrategy(SavesParts, Exchanges):
         last_loss: of the last training step, over all data ranks; None before.
 
     Raises:
-        ConfigError: there is no such option.
         MeshError: the text is no layout, or the Trainer has another number of devices (from the Trainer).
     """
 
@@ -85,7 +82,6 @@ class ShardwiseStrategy(SavesParts, Exchanges):
     ) -> None:
         self.spec, _ = ParallelSpec.take(locals())
         self.shape = layout if isinstance(layout, MeshShape) else MeshShape.parse(layout)
-        _check_options(options)
         super().__init__(**options)
         self.num_nodes = 1
         self.last_loss: Tensor | None = None
@@ -248,20 +244,24 @@ class ShardwiseStrategy(SavesParts, Exchanges):
             self.last_loss = loss.detach()
         return output
 
+    # No tensors of inference mode, which FSDP2 could not train with later.
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's step; see `_without_graph`."""
-        with _without_graph():
-            return super().validation_step(*args, **kwargs)
+        """Runs the module's step."""
+        return super().validation_step(*args, **kwargs)
 
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's step; see `_without_graph`."""
-        with _without_graph():
-            return super().test_step(*args, **kwargs)
+        """Runs the module's step."""
+        return super().test_step(*args, **kwargs)
 
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's step; see `_without_graph`."""
-        with _without_graph():
-            return super().predict_step(*args, **kwargs)
+        """Runs the module's step."""
+        return super().predict_step(*args, **kwargs)
 
     # Gradients
 
@@ -316,13 +316,11 @@ class ShardwiseStrategy(SavesParts, Exchanges):
 
         Raises:
             RankError: the exception is a collective's, and another rank is why it failed.
-            UnsupportedError: it is that of `grad_norm` over shards.
         """
         end_work(self)
         if self._mesh is not None:
             mesh, self._mesh = self._mesh, None
             mesh.__exit__(type(exception), exception, exception.__traceback__)
-        check_norms(exception)
 
     def teardown(self) -> None:
         """Ends the run. Models stay where they are, split; the mesh stays for the next run."""
@@ -333,18 +331,3 @@ class ShardwiseStrategy(SavesParts, Exchanges):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    theirs = inspect.signature(ParallelStrategy).parameters
-    taken = [*theirs, *inspect.signature(ShardwiseStrategy).parameters]
-    for name in options:
-        if name not in theirs:
-            raise ConfigError(f"ShardwiseStrategy has no option {name!r}{did_you_mean(name, taken)}")
-
-
-@contextmanager
-def _without_graph() -> Iterator[None]:
-    """No gradients, and none of the tensors of inference mode, which FSDP2 could not train with later."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield

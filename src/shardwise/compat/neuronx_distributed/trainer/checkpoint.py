@@ -94,7 +94,7 @@ def save_checkpoint(
     pending = checkpoints.save_checkpoint(
         path,
         model=split,
-        optimizer=None if entries is not None else _optimizer(optimizer),
+        optimizer=None if isinstance(optimizer, dict) else _optimizer(optimizer),
         scheduler=scheduler,
         extra=_packed(user_content if lora is None else lora.packed(user_content)),
         tag=str(tag) or None,
