@@ -155,7 +155,9 @@ def wrapped(mesh, directory):
         for _ in range(3):
             model.run_train(input_ids=torch.ones(2, 4, dtype=torch.long), labels=torch.ones(2, 4, dtype=torch.long))
         found["steps built"] = built.call_count
-    adapted = LoRAModel(Grouped(), LoraConfig(target_modules=["qkv"]))
+    grouped = Grouped()
+    grouped.head_dim = 8  # one key/value head, which both ranks have
+    adapted = LoRAModel(grouped, LoraConfig(target_modules=["qkv"]))
     parallel_layers.move_model_to_device(adapted, "cpu")
     shardwise.full_state_dict(adapted)
     found["norm"] = float(shardwise.clip_grad_norm_(adapted, 1.0))

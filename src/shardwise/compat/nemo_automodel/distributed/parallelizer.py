@@ -127,7 +127,6 @@ def nvfsdp_strategy_parallelize(
         "FSDP2 has no equivalent",
         overlap_grad_reduce=not overlap_grad_reduce,
         overlap_param_gather=not overlap_param_gather,
-        average_in_collective=average_in_collective,
         disable_bucketing=disable_bucketing,
         keep_fp8_transpose_cache_when_using_custom_fsdp=keep_fp8_transpose_cache_when_using_custom_fsdp,
         fsdp_double_buffer=fsdp_double_buffer,
