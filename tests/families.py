@@ -156,8 +156,8 @@ def checkpoint_layers(model: nn.Module, *options: Any, enable: bool = True) -> N
 
 
 def derive_plan(
-    model: nn.Module, declared: Plan, *, tp_size: int, sequence_parallel: bool = False, given: Plan = NO_RULES
+    model: nn.Module, declared: Plan, *, num_parts: int, sequence_parallel: bool = False, given: Plan = NO_RULES
 ) -> Plan:
     """The plan that a search finds for `model`, on top of what is declared."""
-    subject = build_subject(model, tp_size=tp_size)
+    subject = build_subject(model, num_parts=num_parts)
     return search_plan(subject, declared, sequence_parallel=sequence_parallel, given=given)

@@ -45,7 +45,7 @@ def split_and_train(model: nn.Module, batch: Mapping[str, Any], spec: ParallelSp
     """
     order = find_layer_order(without_adapters(model))
     num_stages = len(order.calls)
-    rules = plan_for(model, spec, tp_size=2)
+    rules = plan_for(model, spec, num_parts=2)
     plan = decide_split(
         rules,
         model,

@@ -215,9 +215,9 @@ def _try_adapters(case: Case, given: tuple[Any, bool]) -> tuple[str, str, float]
     except Exception as error:  # noqa: BLE001 - PEFT takes a subclass of nn.Linear for one, whatever it returns
         return "refused", f"PEFT's model does not run, unsplit: {type(error).__name__}: {one_line(error)}", 0.0
     facts = read_facts(tiny)
-    plan = plan_for(tiny, spec, tp_size=shape.tp_size, facts=facts)
+    plan = plan_for(tiny, spec, num_parts=shape.tp_size, facts=facts)
     decided = decide_split(plan, tiny, facts, shape, spec)
-    trial = trial_of(tiny, tp_size=shape.tp_size, drops=drops)
+    trial = trial_of(tiny, num_parts=shape.tp_size, drops=drops)
     verdict = trial.run(plan, sequence_parallel=spec.sequence_parallel)
     own = [each for fqn, each in decided.parameters.items() if ".lora_" in fqn]
     share = sum(isinstance(each.placement, Split) for each in own) / max(1, len(own))

@@ -147,9 +147,9 @@ def plan_on_this_rank(layout):
     asked = []
     found = planning.plan_for
 
-    def plan_for(model, spec, *, tp_size, facts):
-        asked.append(tp_size)
-        return found(model, spec, tp_size=tp_size, facts=facts)
+    def plan_for(model, spec, *, num_parts, facts):
+        asked.append(num_parts)
+        return found(model, spec, num_parts=num_parts, facts=facts)
 
     prepare.plan_for = plan_for
     try:

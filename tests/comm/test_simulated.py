@@ -129,7 +129,7 @@ def cells():
 
 
 def rules_of(model, num_ranks, sequence_parallel):
-    return plan_for(model, ParallelSpec(sequence_parallel=sequence_parallel), tp_size=num_ranks)
+    return plan_for(model, ParallelSpec(sequence_parallel=sequence_parallel), num_parts=num_ranks)
 
 
 def train(mesh, count, model, rules, sequence_parallel):

@@ -60,15 +60,15 @@ def with_lora(family, *, tied=False, name="default", model=None, **options):
 
 def verdict(model, *, tp_size=2, sequence_parallel=False, in_training=False):
     spec = ParallelSpec(sequence_parallel=sequence_parallel)
-    plan = plan_for(model, spec, tp_size=tp_size)
+    plan = plan_for(model, spec, num_parts=tp_size)
     padded = make_batch(model, seed=0, padding="right") if in_training else None
-    trial = Trial(model, make_batch(model, seed=0), tp_size=tp_size, padded=padded)
+    trial = Trial(model, make_batch(model, seed=0), num_parts=tp_size, padded=padded)
     return trial.run(plan, sequence_parallel=sequence_parallel)
 
 
 def decided(model, *, tp_size=2):
     facts = read_facts(model)
-    plan = plan_for(model, ParallelSpec(), tp_size=tp_size, facts=facts)
+    plan = plan_for(model, ParallelSpec(), num_parts=tp_size, facts=facts)
     return decide_split(plan, model, facts, MeshShape(tp_size=tp_size), ParallelSpec())
 
 
@@ -317,7 +317,7 @@ def test_adapters_of_a_derived_plan_are_tried_once_and_kept(monkeypatch):
     monkeypatch.setattr(
         adapters, "_try", lambda *given, run=adapters._try, **more: tried.append(1) or run(*given, **more)
     )
-    plans = [plan_for(model, ParallelSpec(), tp_size=2) for _ in range(2)]
+    plans = [plan_for(model, ParallelSpec(), num_parts=2) for _ in range(2)]
     assert plans[0] == plans[1] and tried == [1]
 
 
@@ -328,7 +328,7 @@ def test_adapters_that_compute_something_else_are_an_error(monkeypatch):
 
     monkeypatch.setattr("shardwise.plan.adapters.plan_adapter", whole)
     with pytest.raises(PlanError, match="the adapters of GPT2LMHeadModel compute something else") as raised:
-        plan_for(with_lora("gpt2", r=5), ParallelSpec(), tp_size=2)
+        plan_for(with_lora("gpt2", r=5), ParallelSpec(), num_parts=2)
     assert "gradient of transformer.h.0" in str(raised.value) and "lora_" in str(raised.value)
 
 

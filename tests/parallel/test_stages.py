@@ -130,7 +130,7 @@ def test_split_modules_whose_features_are_full_outside(monkeypatch):
 def test_sizes_of_what_other_stages_hold_are_those_of_this_rank_s_part():
     model = tiny_model("gpt2")
     order, facts, shape = find_layer_order(model), read_facts(model), MeshShape(pp_size=2, tp_size=2)
-    plan = decide_split(plan_for(model, ParallelSpec(), tp_size=2), model, facts, shape, ParallelSpec(), order=order)
+    plan = decide_split(plan_for(model, ParallelSpec(), num_parts=2), model, facts, shape, ParallelSpec(), order=order)
 
     def rank(group):
         apply_plan(own := copy.deepcopy(model), StageMesh(group, num_stages=2, stage=1), plan, ParallelSpec())
@@ -144,7 +144,7 @@ def test_a_cut_inside_of_a_split_sequence_is_crossed_by_a_part_of_it():
     spec = ParallelSpec(sequence_parallel=True)
     order = find_layer_order(model)
     shape = MeshShape(pp_size=2, tp_size=2)
-    rules = plan_for(model, spec, tp_size=2)
+    rules = plan_for(model, spec, num_parts=2)
     plan = decide_split(rules, model, read_facts(model), shape, spec, order=order)
 
     def rank(group):

@@ -37,7 +37,7 @@ WIDTH, VOCABULARY = 16, 23
 
 def trial_of(model, parts=2, *, drops=True):
     padded = split_rows(make_batch(model, seed=0, padding="right"), 2, 2)[1] if drops else None
-    return Trial(copy.deepcopy(model), make_batch(model, seed=0), tp_size=parts, padded=padded)
+    return Trial(copy.deepcopy(model), make_batch(model, seed=0), num_parts=parts, padded=padded)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_a_split_that_drops_right_passes(family, name, sequence_parallel):
     config = shrink_config(default_config(family, task="causal_lm"))
     config.attention_dropout = 0.1
     tiny = build_tiny_model(config, model_class(name), seed=0)
-    plan = derive_plan(tiny, Plan(()), tp_size=2, sequence_parallel=sequence_parallel)
+    plan = derive_plan(tiny, Plan(()), num_parts=2, sequence_parallel=sequence_parallel)
     verdict = trial_of(tiny.eval()).run(plan, sequence_parallel=sequence_parallel)
     assert verdict.passed, verdict.reason
 
@@ -80,7 +80,7 @@ def test_a_split_that_drops_right_passes(family, name, sequence_parallel):
     ],
 )
 def test_a_split_that_drops_wrongly_is_refused(starcoder, monkeypatch, fault, sequence_parallel, said):
-    plan = plan_for(starcoder, ParallelSpec(), tp_size=2)
+    plan = plan_for(starcoder, ParallelSpec(), num_parts=2)
     trial = trial_of(starcoder)
     monkeypatch.setattr(SplitContext, fault, lambda *_, **__: None)
     without = trial_of(starcoder, drops=False)
@@ -139,7 +139,7 @@ def test_a_plan_that_drops_wrongly_gives_way_to_one_that_does_not():
     model = ForgetfulModel(PreTrainedConfig(vocab_size=VOCABULARY)).eval()
     trial = trial_of(model)
     assert not trial.run(Plan.of(REGION)).passed
-    found = derive_plan(model, Plan.of(REGION), tp_size=2)
+    found = derive_plan(model, Plan.of(REGION), num_parts=2)
     assert trial.run(found).passed
     assert "layers.*.wide" in str(found), "the layers are still split"
 
@@ -148,9 +148,9 @@ def test_a_plan_that_drops_wrongly_gives_way_to_one_that_does_not():
 def test_what_a_model_never_drops_need_not_be_right():
     torch.manual_seed(0)
     model = ForgetfulModel(PreTrainedConfig(vocab_size=VOCABULARY), chance=0.0).eval()
-    assert "layers.*: region" in str(derive_plan(model, Plan.of(REGION), tp_size=2))
+    assert "layers.*: region" in str(derive_plan(model, Plan.of(REGION), num_parts=2))
     model.layers[1].drop.p = 0.1
-    assert "layers.*: region" not in str(derive_plan(model, Plan.of(REGION), tp_size=2))
+    assert "layers.*: region" not in str(derive_plan(model, Plan.of(REGION), num_parts=2))
 
 
 @pytest.mark.single
@@ -159,7 +159,7 @@ def test_planning_leaves_the_callers_random_numbers_alone(starcoder, monkeypatch
         model = type(starcoder)(starcoder.config)
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("one rank alone seeds its device"))
     before = torch.get_rng_state(), numpy.random.get_state()[1].tolist(), random.getstate()
-    plan_for(model, ParallelSpec(plan="derived"), tp_size=2)
+    plan_for(model, ParallelSpec(plan="derived"), num_parts=2)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (numpy.random.get_state()[1].tolist(), random.getstate()) == before[1:]
 

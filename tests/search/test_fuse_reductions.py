@@ -36,11 +36,11 @@ def derived(model_type, name, task="causal_lm", *, sequence_parallel=False):
     set_runnable_mode(tiny, batch)
     facts = read_facts(tiny)
     declared = vocabulary_plan(facts) | declared_plan(tiny, facts)
-    return tiny, batch, derive_plan(tiny, declared, tp_size=2, sequence_parallel=sequence_parallel)
+    return tiny, batch, derive_plan(tiny, declared, num_parts=2, sequence_parallel=sequence_parallel)
 
 
 def num_collectives(tiny, batch, plan, **options):
-    verdict = Trial(tiny, batch, tp_size=2).run(plan, **options)
+    verdict = Trial(tiny, batch, num_parts=2).run(plan, **options)
     assert verdict.passed, verdict.reason
     return verdict.num_collectives
 
@@ -134,4 +134,4 @@ def test_an_attention_that_reshapes_by_the_size_of_its_input_is_told_a_part_of_i
     assert "model.decoder.layers.*.self_attn.hidden_states: local_size" in str(plan)
     assert num_collectives(tiny, batch, plan) > 0
     kept = Plan(tuple(rule for rule in plan.rules if rule.style != "local_size"))
-    assert not Trial(tiny, batch, tp_size=2).run(kept).passed
+    assert not Trial(tiny, batch, num_parts=2).run(kept).passed

@@ -20,7 +20,7 @@ def products_of(model_type: str, class_name: str) -> dict[str, RowProduct]:
     model = build_tiny_model(config, model_class(class_name), seed=0).eval()
     for choose in ("set_attn_implementation", "set_experts_implementation"):
         getattr(model, choose)("eager")
-    products, layers = find_row_products(model, make_batch(model, seed=0), tp_size=2)
+    products, layers = find_row_products(model, make_batch(model, seed=0), num_parts=2)
     first = layers[0].fqn
     return {each.parameter.removeprefix(f"{first}."): each for each in products if each.layer == first}
 

@@ -146,21 +146,21 @@ def test_a_derived_plan_is_kept_and_found_again(tmp_path, monkeypatch):
     derived = []
     search = planning.search_plan
     monkeypatch.setattr(planning, "search_plan", lambda *args, **rest: derived.append(1) or search(*args, **rest))
-    first = plan_for(small(**GPT2), ParallelSpec(plan="auto"), tp_size=2)
-    assert plan_for(small(**GPT2), ParallelSpec(plan="auto"), tp_size=2) == first
+    first = plan_for(small(**GPT2), ParallelSpec(plan="auto"), num_parts=2)
+    assert plan_for(small(**GPT2), ParallelSpec(plan="auto"), num_parts=2) == first
     assert len(derived) == 1
     (kept,) = (tmp_path / "shardwise" / "plans").iterdir()
-    assert plan_for(small(**GPT2), ParallelSpec(plan="derived"), tp_size=2) == first
+    assert plan_for(small(**GPT2), ParallelSpec(plan="derived"), num_parts=2) == first
     assert len(derived) == 2, "asked for again"
     kept.write_text("{ damaged")
-    assert plan_for(small(**GPT2), ParallelSpec(plan="auto"), tp_size=2) == first
+    assert plan_for(small(**GPT2), ParallelSpec(plan="auto"), num_parts=2) == first
     assert len(derived) == 3, "a damaged file is derived again"
 
 
 @pytest.mark.single
 def test_plans_of_large_models_come_from_tiny_ones_and_cover_all_layers(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
-    plan = plan_for(small(n_embd=1024, n_layer=24, n_head=16), ParallelSpec(plan="auto"), tp_size=2)
+    plan = plan_for(small(n_embd=1024, n_layer=24, n_head=16), ParallelSpec(plan="auto"), num_parts=2)
     styles = {rule.pattern: rule.style for rule in plan.rules}
     assert styles["transformer.h.*.attn.c_attn"] == "split(1, sections=3)"
     assert styles["transformer.h.*.mlp.c_proj"] == "rowwise"
@@ -171,10 +171,10 @@ def test_plans_of_large_models_come_from_tiny_ones_and_cover_all_layers(tmp_path
 def test_without_derivation_a_model_that_declares_nothing_is_an_error_that_teaches(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     with pytest.raises(PlanError, match="GPT2LMHeadModel") as error:
-        plan_for(small(**GPT2), ParallelSpec(plan="declared"), tp_size=2)
+        plan_for(small(**GPT2), ParallelSpec(plan="declared"), num_parts=2)
     assert '"colwise"' in str(error.value)
     rules = {"transformer.h.*.mlp.c_fc": "colwise", "transformer.h.*.mlp.c_proj": "rowwise"}
-    assert len(plan_for(small(**GPT2), ParallelSpec(plan=rules), tp_size=2).rules) > len(rules), (
+    assert len(plan_for(small(**GPT2), ParallelSpec(plan=rules), num_parts=2).rules) > len(rules), (
         "rules lie on top of what is derived"
     )
 
@@ -193,7 +193,7 @@ def test_rules_of_the_user_that_compute_something_else_are_an_error(case):
     family, rules, says = WRONG_RULES[case]
     model = small(**GPT2) if family == "gpt2" else tiny_model(family, num_hidden_layers=4)
     with pytest.raises(PlanError, match="rules given for .* compute something else") as error:
-        plan_for(model, ParallelSpec(plan=rules), tp_size=2)
+        plan_for(model, ParallelSpec(plan=rules), num_parts=2)
     assert re.search(says, f"{error.value.at}\n{error.value.why}")
 
 
@@ -203,12 +203,12 @@ def test_a_search_that_fails_is_an_error_with_rules_of_the_user_too():
     model = build_tiny_model(config, model_class("XLMWithLMHeadModel"), seed=0)
     rules = {"transformer.layer_norm_emb": "replicate"}
     with pytest.raises(PlanError, match="XLMWithLMHeadModel cannot be split along the sequence"):
-        plan_for(model, ParallelSpec(plan=rules, sequence_parallel=True), tp_size=2)
+        plan_for(model, ParallelSpec(plan=rules, sequence_parallel=True), num_parts=2)
 
 
 @pytest.mark.single
 def test_rules_that_cannot_be_tried_are_used_with_a_warning(caplog):
-    plan = plan_for(nn.Sequential(nn.Linear(8, 8)), ParallelSpec(plan={"0": "colwise_gather_output"}), tp_size=2)
+    plan = plan_for(nn.Sequential(nn.Linear(8, 8)), ParallelSpec(plan={"0": "colwise_gather_output"}), num_parts=2)
     assert [rule.pattern for rule in plan.rules] == ["0"]
     assert "used untried" in caplog.text and "no transformers model" in caplog.text
 
@@ -218,7 +218,7 @@ def test_a_plan_with_untried_rules_is_not_cached(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     monkeypatch.setattr(planning, "rules_without_names", lambda given, facts: given.rules)
     for _ in range(2):
-        plan_for(small(**GPT2), ParallelSpec(plan={"transformer.h.*.mlp": "replicate"}), tp_size=2)
+        plan_for(small(**GPT2), ParallelSpec(plan={"transformer.h.*.mlp": "replicate"}), num_parts=2)
         assert "are used untried" in caplog.text
         caplog.clear()
 
@@ -250,7 +250,7 @@ def test_code_that_is_not_of_transformers_is_tried_whatever_its_model_type(monke
 
     LlamaForCausalLM.__module__ = "transformers_modules.llama"
     model = LlamaForCausalLM(tiny_model("llama").config)
-    plan = plan_for(model, ParallelSpec(), tp_size=2)
+    plan = plan_for(model, ParallelSpec(), num_parts=2)
     assert "model.layers.*.self_attn.q_proj: colwise" not in str(plan)  # the ranks' heads are in the other order
     assert "model.layers.*.mlp.down_proj: rowwise" in str(plan)
 
@@ -263,7 +263,7 @@ def test_code_that_is_not_of_transformers_is_tried_whatever_its_model_type(monke
     tried = []
     monkeypatch.setattr(planning, "search_plan", lambda *args, **rest: tried.append(args[0]) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        plan_for(exchanged, ParallelSpec(), tp_size=2)
+        plan_for(exchanged, ParallelSpec(), num_parts=2)
 
 
 class Knot(nn.Module):
@@ -280,7 +280,7 @@ class Knot(nn.Module):
 @pytest.mark.single
 def test_something_that_is_no_transformers_model_says_what_to_do():
     with pytest.raises(PlanError, match="no tensor-parallel plan is known for Knot") as error:
-        plan_for(Knot(), ParallelSpec(plan="auto"), tp_size=2)
+        plan_for(Knot(), ParallelSpec(plan="auto"), num_parts=2)
     assert "give rules" in str(error.value)
 
 
@@ -294,7 +294,7 @@ def test_a_proved_plan_that_splits_nothing_in_a_wrapped_model_is_an_error():
     wrapped = peft.get_peft_model(tiny_model("llama"), adapted())
     for asked in ("auto", "declared"):
         with pytest.raises(PlanError, match=r"(\d) of the \1 rules declared for PeftModel split nothing") as error:
-            plan_for(wrapped, ParallelSpec(plan=asked), tp_size=2)
+            plan_for(wrapped, ParallelSpec(plan=asked), num_parts=2)
         assert "model.layers.*.self_attn.q_proj: colwise" in str(error.value)
         assert "before anything is put around it" in str(error.value)
 
@@ -302,7 +302,7 @@ def test_a_proved_plan_that_splits_nothing_in_a_wrapped_model_is_an_error():
 @pytest.mark.single
 def test_a_proved_family_with_adapters_inside_has_the_plan_of_its_base(caplog):
     model = peft.inject_adapter_in_model(adapted(), tiny_model("llama"))
-    assert plan_for(model, ParallelSpec(), tp_size=2) == plan_for(tiny_model("llama"), ParallelSpec(), tp_size=2)
+    assert plan_for(model, ParallelSpec(), num_parts=2) == plan_for(tiny_model("llama"), ParallelSpec(), num_parts=2)
     assert not caplog.text
 
 
@@ -324,11 +324,11 @@ def test_rules_for_layers_that_a_config_has_not_are_idle_without_a_word(family, 
 def test_a_config_that_differs_by_layer_is_planned():
     config = shrink_config(default_config("dots3_note", task="causal_lm"), without_dropout=True)
     model = build_tiny_model(config, model_class("Dots3NoteForCausalLM"), seed=0)
-    assert plan_for(model, ParallelSpec(plan="derived"), tp_size=2).rules
+    assert plan_for(model, ParallelSpec(plan="derived"), num_parts=2).rules
 
 
 @pytest.mark.single
 def test_modules_made_in_a_forward_draw_weights_that_count_nothing():
     config = shrink_config(default_config("big_bird", task="masked_lm"), without_dropout=True)
     model = build_tiny_model(config, model_class("BigBirdForMaskedLM"), seed=0)  # short rows switch its attention
-    assert plan_for(model, ParallelSpec(plan="derived"), tp_size=2).rules
+    assert plan_for(model, ParallelSpec(plan="derived"), num_parts=2).rules

@@ -19,7 +19,7 @@ SIZES = "RuntimeError: The size of tensor a (8) must match the size of tensor b 
 
 
 def refusal(*verdicts):
-    return no_plan_error("ZebraForCausalLM", verdicts, tp_size=2, sequence_parallel=True)
+    return no_plan_error("ZebraForCausalLM", verdicts, num_parts=2, sequence_parallel=True)
 
 
 def test_the_module_that_mixes_parts_with_the_whole_is_named():
@@ -47,7 +47,7 @@ def test_a_layer_that_reshapes_by_the_whole_length_is_found_by_running():
     config = shrink_config(default_config("reformer", task="masked_lm"), without_dropout=True)
     tiny = build_tiny_model(config, model_class("ReformerForMaskedLM"), seed=0)
     with pytest.raises(PlanError) as raised:
-        derive_plan(tiny, Plan(()), tp_size=2, sequence_parallel=True)
+        derive_plan(tiny, Plan(()), num_parts=2, sequence_parallel=True)
     assert raised.value.at == "reformer.encoder.layers.*.attention.self_attention"
 
 
@@ -55,7 +55,7 @@ def test_a_model_that_draws_in_every_forward_is_no_oracle():
     config = shrink_config(default_config("vit_mae", task="base"), without_dropout=True)
     tiny = build_tiny_model(config, model_class("ViTMAEModel"), seed=0)
     with pytest.raises(UnsupportedError, match="computes something else every time it runs"):
-        derive_plan(tiny, Plan(()), tp_size=2)
+        derive_plan(tiny, Plan(()), num_parts=2)
 
 
 def test_a_model_that_does_not_bear_being_watched_is_refused_for_that(monkeypatch):
@@ -67,4 +67,4 @@ def test_a_model_that_does_not_bear_being_watched_is_refused_for_that(monkeypatc
     config = shrink_config(default_config("gpt2", task="causal_lm"), without_dropout=True)
     tiny = build_tiny_model(config, model_class("GPT2LMHeadModel"), seed=0)
     with pytest.raises(PlanError, match="cannot be watched: RuntimeError: view size"):
-        derive_plan(tiny, Plan(()), tp_size=2)
+        derive_plan(tiny, Plan(()), num_parts=2)

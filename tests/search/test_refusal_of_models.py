@@ -82,7 +82,7 @@ def build(straight=0):
 @pytest.mark.single
 def test_the_error_names_modules_says_why_and_shows_how_to_write_rules():
     with pytest.raises(PlanError, match="cannot split KnotModel over tp=2") as error:
-        plan_for(build(), ParallelSpec(plan="auto"), tp_size=2)
+        plan_for(build(), ParallelSpec(plan="auto"), num_parts=2)
     said = str(error.value)
     assert "nothing of its layers" in said
     assert "knots.*.rope" in said and "knots.*.loop" in said
@@ -93,14 +93,14 @@ def test_the_error_names_modules_says_why_and_shows_how_to_write_rules():
 
 @pytest.mark.single
 def test_rules_of_ones_own_still_pass():
-    plan = plan_for(build(), ParallelSpec(plan={"knots.*.rope": "replicate"}), tp_size=2)
+    plan = plan_for(build(), ParallelSpec(plan={"knots.*.rope": "replicate"}), num_parts=2)
     assert "knots.*.rope: replicate" in str(plan)
     assert "letters: embedding_rowwise" in str(plan), "what could be split beside the layers is"
 
 
 @pytest.mark.single
 def test_a_small_stack_stays_whole_beside_one_that_splits_and_says_why():
-    plan = plan_for(build(straight=2), ParallelSpec(plan="auto"), tp_size=2)
+    plan = plan_for(build(straight=2), ParallelSpec(plan="auto"), num_parts=2)
     assert {rule.style for rule in plan.rules if rule.pattern.startswith("straights")} >= {"rowwise", "split(0)"}
     assert not [rule for rule in plan.rules if rule.pattern.startswith("knots") and rule.style != "replicate"]
 
@@ -109,7 +109,7 @@ def test_a_small_stack_stays_whole_beside_one_that_splits_and_says_why():
 def test_what_is_split_must_be_worth_it(monkeypatch):
     monkeypatch.setattr("shardwise.search.refusal._LEAST", 0.9)
     with pytest.raises(PlanError, match=r"only 8\d\.\d% of its layers can be split"):
-        plan_for(build(straight=2), ParallelSpec(plan="auto"), tp_size=2)
+        plan_for(build(straight=2), ParallelSpec(plan="auto"), num_parts=2)
 
 
 @pytest.mark.single
@@ -119,7 +119,7 @@ def test_a_model_whose_code_does_not_bear_watching_says_so(monkeypatch):
 
     monkeypatch.setattr(deriving, "find_row_products", fails)
     with pytest.raises(PlanError, match=r"cannot be watched: RuntimeError: no tracing here"):
-        plan_for(build(), ParallelSpec(plan="auto"), tp_size=2)
+        plan_for(build(), ParallelSpec(plan="auto"), num_parts=2)
 
 
 def parallelize_knot():

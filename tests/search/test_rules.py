@@ -109,8 +109,8 @@ def batch() -> dict[str, Tensor]:
 
 def blocks_of(model: nn.Module, batch: dict[str, Tensor], parts: int) -> list[Block]:
     watched = copy.deepcopy(model)
-    products, layers = find_row_products(watched, batch, tp_size=parts)
-    return find_blocks(watched, read_facts(watched), products, layers, tp_size=parts)
+    products, layers = find_row_products(watched, batch, num_parts=parts)
+    return find_blocks(watched, read_facts(watched), products, layers, num_parts=parts)
 
 
 def first_plans(blocks: list[Block]) -> Plan:
@@ -123,7 +123,7 @@ def first_plans(blocks: list[Block]) -> Plan:
 @pytest.mark.parametrize("parts", [2, 4])
 def test_the_first_guess_splits_an_unseen_model(odd: OddModel, batch: dict[str, Tensor], parts: int) -> None:
     plan = first_plans(blocks_of(odd, batch, parts))
-    verdict = Trial(odd, batch, tp_size=parts).run(plan)
+    verdict = Trial(odd, batch, num_parts=parts).run(plan)
     assert verdict.passed, verdict.reason
 
 
@@ -152,7 +152,7 @@ def test_the_rules_say_what_each_part_is(odd: OddModel, batch: dict[str, Tensor]
 def test_a_wrong_guess_does_not_pass(odd: OddModel, batch: dict[str, Tensor]) -> None:
     plan = first_plans(blocks_of(odd, batch, 2))
     wrong = Plan(tuple(rule for rule in plan.rules if rule.style != "divided"))
-    assert not Trial(odd, batch, tp_size=2).run(wrong).passed
+    assert not Trial(odd, batch, num_parts=2).run(wrong).passed
 
 
 def test_blocks_of_one_kind_have_one_key(odd: OddModel, batch: dict[str, Tensor]) -> None:
@@ -165,7 +165,7 @@ def test_blocks_of_one_kind_have_one_key(odd: OddModel, batch: dict[str, Tensor]
 
 def first_that_passes(model: nn.Module, batch: dict[str, Tensor], parts: int) -> Plan:
     """The blocks' plans, each kind at its first guess that passes alone; fails the test where none does."""
-    trial = Trial(model, batch, tp_size=parts)
+    trial = Trial(model, batch, num_parts=parts)
     kinds: dict[tuple[str, ...], list[list[Plan]]] = {}
     for block in blocks_of(model, batch, parts):
         kinds.setdefault(block.key, []).append(list(block.plans))

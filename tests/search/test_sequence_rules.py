@@ -125,7 +125,7 @@ def odd_model(stacks=1):
 
 def trial_of(model, parts=2, length=12):
     ids = torch.randint(0, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(1))
-    return Trial(model, {"input_ids": ids, "labels": ids.roll(-1, 1)}, tp_size=parts)
+    return Trial(model, {"input_ids": ids, "labels": ids.roll(-1, 1)}, num_parts=parts)
 
 
 def styles(plan):
@@ -134,7 +134,7 @@ def styles(plan):
 
 @functools.cache
 def odd_plan(parts):
-    return derive_plan(odd_model(), Plan(()), tp_size=parts, sequence_parallel=True)
+    return derive_plan(odd_model(), Plan(()), num_parts=parts, sequence_parallel=True)
 
 
 @pytest.mark.parametrize(("parts", "length"), [(2, 12), (2, 7), (4, 7)])
@@ -164,15 +164,15 @@ def test_what_needs_all_positions_without_a_gradient_that_says_so_is_for_the_use
     for each in model.rounds:
         each.ladder = Ladder()
     with pytest.raises(PlanError, match=r"rounds\.\*\.ladder"):
-        derive_plan(model, Plan(()), tp_size=2, sequence_parallel=True)
+        derive_plan(model, Plan(()), num_parts=2, sequence_parallel=True)
     given = Plan.of({"rounds.*.ladder": "whole_sequence"})
-    plan = derive_plan(model, Plan(()), tp_size=2, sequence_parallel=True, given=given)
+    plan = derive_plan(model, Plan(()), num_parts=2, sequence_parallel=True, given=given)
     assert trial_of(model, length=9).run(plan | given, sequence_parallel=True).passed
 
 
 def test_two_stacks_have_lengths_and_ends_of_their_own():
     model = odd_model(stacks=2)
-    found = styles(plan := derive_plan(model, Plan(()), tp_size=2, sequence_parallel=True))
+    found = styles(plan := derive_plan(model, Plan(()), num_parts=2, sequence_parallel=True))
     assert (found["first"], found["rounds"]) == ("sequence", "sequence")
     assert trial_of(model, length=9).run(plan, sequence_parallel=True).passed
 
@@ -199,8 +199,8 @@ def test_architectures_that_the_order_of_registration_misleads(model_type, task,
     tiny = build_tiny_model(
         shrink_config(default_config(model_type, task=task), without_dropout=True), model_class(name), seed=0
     )
-    plan = derive_plan(tiny, Plan(()), tp_size=2, sequence_parallel=True)
-    verdict = Trial(tiny, make_batch(tiny, seed=0), tp_size=2).run(plan, sequence_parallel=True)
+    plan = derive_plan(tiny, Plan(()), num_parts=2, sequence_parallel=True)
+    verdict = Trial(tiny, make_batch(tiny, seed=0), num_parts=2).run(plan, sequence_parallel=True)
     assert verdict.passed, verdict.reason
 
 
@@ -243,7 +243,7 @@ def test_a_block_of_experts_becomes_one_region():
         model_class("Qwen2MoeForCausalLM"),
         seed=0,
     )
-    plan = derive_plan(tiny, Plan(()), tp_size=2)
+    plan = derive_plan(tiny, Plan(()), num_parts=2)
     blocks = {name: style for name, style in styles(plan).items() if style in ("region", "region_output")}
     assert blocks == {"model.layers.*.self_attn": "region", "model.layers.*.mlp": "region_output"}
     facts = read_facts(tiny)

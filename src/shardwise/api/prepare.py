@@ -126,7 +126,7 @@ def decide(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> SplitPlan:
 def _find(model: nn.Module, facts: ModelFacts, shape: MeshShape, spec: ParallelSpec) -> tuple[Plan, LayerOrder | None]:
     """The rules that the model is split by, and in a pipeline the order of its layers."""
     order = find_layer_order(without_adapters(model)) if shape.pp_size > 1 else None
-    return plan_for(model, spec, tp_size=shape.tp_size, facts=facts), order
+    return plan_for(model, spec, num_parts=shape.tp_size, facts=facts), order
 
 
 def _check_cuts(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> None:

@@ -23,7 +23,7 @@ logger = logging.getLogger("shardwise.plan")
 
 
 def try_adapters(
-    model: nn.Module, plan: Plan, facts: ModelFacts, *, tp_size: int, sequence_parallel: bool = False
+    model: nn.Module, plan: Plan, facts: ModelFacts, *, num_parts: int, sequence_parallel: bool = False
 ) -> None:
     """Trains a tiny model with adapters like those of `model`, split by the base's plan, and compares every gradient.
     What passes is kept on disk. Says in the log where it cannot be tried. Communicates nothing.
@@ -37,7 +37,7 @@ def try_adapters(
         "plan": str(plan),
         "adapters": [str(each) for each in facts.adapters.adapted],
         "copies": {name: places for name, places in facts.adapters.instances.items() if len(places) > 1},
-        "tp_size": tp_size,
+        "num_parts": num_parts,
         "sequence_parallel": sequence_parallel,
     }
     path = cache_path(base, "adapters", described)
@@ -46,11 +46,11 @@ def try_adapters(
     name = type(base).__name__
     with fork_all_rng():
         try:
-            tried = inject_alike(model, build_tried_model(base, tp_size=tp_size))
-            verdict = _try(tried, plan, model, tp_size=tp_size, sequence_parallel=sequence_parallel)
+            tried = inject_alike(model, build_tried_model(base, num_parts=num_parts))
+            verdict = _try(tried, plan, model, num_parts=num_parts, sequence_parallel=sequence_parallel)
             if not verdict.passed:
-                alone = build_tried_model(base, tp_size=tp_size)
-                plain = _try(alone, plan, model, tp_size=tp_size, sequence_parallel=sequence_parallel)
+                alone = build_tried_model(base, num_parts=num_parts)
+                plain = _try(alone, plan, model, num_parts=num_parts, sequence_parallel=sequence_parallel)
         except Exception as error:  # noqa: BLE001 - the model's own code fails in any way, or PEFT on a tiny model
             reason = str(error) if isinstance(error, ShardwiseError) else verdict_of_exception(error).reason
             logger.warning("adapters of %s cannot be tried: %s", name, reason.splitlines()[0])
@@ -59,7 +59,7 @@ def try_adapters(
         write(path, described)
     elif plain.passed:
         raise PlanError(
-            f"the adapters of {name} compute something else, split as their base is over tp={tp_size}",
+            f"the adapters of {name} compute something else, split as their base is over tp={num_parts}",
             at=verdict.module or None,
             why=verdict.reason,
             fix="use fsdp instead of tp, or other target_modules, or a rule that replicates what they adapt",
@@ -68,6 +68,6 @@ def try_adapters(
         logger.warning("adapters of %s cannot be tried: its rules do not fit a tiny model: %s", name, plain.reason)
 
 
-def _try(tried: nn.Module, plan: Plan, model: nn.Module, *, tp_size: int, sequence_parallel: bool) -> Verdict:
-    trial = trial_of(tried, tp_size=tp_size, drops=has_dropout(model))
+def _try(tried: nn.Module, plan: Plan, model: nn.Module, *, num_parts: int, sequence_parallel: bool) -> Verdict:
+    trial = trial_of(tried, num_parts=num_parts, drops=has_dropout(model))
     return trial.run(plan, sequence_parallel=sequence_parallel)

@@ -73,11 +73,11 @@ class Trial:
         tiny: nn.Module,
         batch: Mapping[str, Any],
         *,
-        tp_size: int,
+        num_parts: int,
         padded: Mapping[str, Any] | None = None,
         drops: bool = True,
     ) -> None:
-        self.batch, self.tp_size = batch, tp_size
+        self.batch, self.num_parts = batch, num_parts
         self._tiny, self._padded, self._drops = tiny, padded, drops
         self._found: dict[tuple[Plan, bool], Verdict] = {}
         self._tiny_training = None if padded is None else training_copy(tiny, padded, drops=drops)
@@ -137,7 +137,7 @@ class Trial:
         self, tiny: nn.Module, plan: Plan, batch: Mapping[str, Any], *, sequence_parallel: bool
     ) -> list[_Result] | Verdict:
         """What each rank computes of the batch; the verdict where it fails."""
-        spec, shape = ParallelSpec(sequence_parallel=sequence_parallel), MeshShape(tp_size=self.tp_size)
+        spec, shape = ParallelSpec(sequence_parallel=sequence_parallel), MeshShape(tp_size=self.num_parts)
 
         def rank(group: SimulatedGroup, decided: SplitPlan) -> _Result:
             model, mesh, draws = copy.deepcopy(tiny), SimulatedMesh(group), RecordRandom()
@@ -157,7 +157,7 @@ class Trial:
 
         try:
             decided = decide_split(plan, tiny, self.facts, shape, spec)
-            return run_ranks(functools.partial(rank, decided=decided), self.tp_size)
+            return run_ranks(functools.partial(rank, decided=decided), self.num_parts)
         except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on a wrong split
             return verdict_of_exception(error)
 

@@ -46,7 +46,7 @@ _SMALL_ENOUGH = 8_000_000
 """Elements up to which a model is its own tiny model, so that even parts given element by element fit it."""
 
 
-def trial_of(tiny: PreTrainedModel, *, tp_size: int, drops: bool) -> Trial:
+def trial_of(tiny: PreTrainedModel, *, num_parts: int, drops: bool) -> Trial:
     """Trials of what `build_tried_model` gave.
 
     Raises:
@@ -67,7 +67,7 @@ def trial_of(tiny: PreTrainedModel, *, tp_size: int, drops: bool) -> Trial:
         )
 
     with reraise_as(explain):
-        return Trial(tiny, batch, tp_size=tp_size, padded=padded, drops=drops)
+        return Trial(tiny, batch, num_parts=num_parts, padded=padded, drops=drops)
 
 
 def is_small(model: nn.Module) -> bool:

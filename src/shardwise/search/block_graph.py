@@ -43,9 +43,9 @@ class BlockGraph:
         group: Sequence[RowProduct],
         products: Sequence[RowProduct],
         *,
-        tp_size: int,
+        num_parts: int,
     ) -> None:
-        self.model, self.facts, self.layer, self.group, self.tp_size = model, facts, layer, group, tp_size
+        self.model, self.facts, self.layer, self.group, self.num_parts = model, facts, layer, group, num_parts
         rows = {product.parameter for product in products}
         needed = _united(group).items()
         self.required_indices = {name: each for name, each in needed if each.is_split and name not in rows}
@@ -193,7 +193,7 @@ class BlockGraph:
         """
         size, heads = len(required.needed), self.facts.heads_around(call.fqn)
         period = size if required.dim == ndim - 1 else heads.num_heads if heads is not None else size + 1
-        runs = (features_of(rank, period, self.tp_size) for rank in range(self.tp_size))
+        runs = (features_of(rank, period, self.num_parts) for rank in range(self.num_parts))
         expected = [{index for index in range(size) if run.start <= index % period < run.stop} for run in runs]
         return size % period == 0 and list(required.ranks) == expected
 
@@ -214,7 +214,7 @@ class BlockGraph:
     def _needs(self, tensor: Tensor, dim: int) -> RequiredIndices | None:
         """The indices that each rank depends on; None where a rank depends on none."""
         masks = self._masks.get(id(tensor), [])
-        required = RequiredIndices.along(dim % tensor.ndim, masks) if len(masks) == self.tp_size else None
+        required = RequiredIndices.along(dim % tensor.ndim, masks) if len(masks) == self.num_parts else None
         return required if required is not None and all(required.ranks) else None
 
     @functools.cached_property
@@ -227,7 +227,7 @@ class BlockGraph:
         nodes = list({id(tensor): tensor for tensor in tensors if tensor.requires_grad}.values())
         rows = {product.parameter for product in self.group}
         inputs = [use.x for use in self.layer.uses if use.parameter in rows and use.x.requires_grad]
-        gradients = zip(*(gradients_of(total, nodes) for total in weighted_sums(inputs, self.tp_size)), strict=True)
+        gradients = zip(*(gradients_of(total, nodes) for total in weighted_sums(inputs, self.num_parts)), strict=True)
         return {
             id(node): [gradient != 0 for gradient in each if gradient is not None]
             for node, each in zip(nodes, gradients, strict=True)

@@ -32,19 +32,19 @@ def weighted_sum(values: Sequence[Tensor]) -> Tensor:
     return weighted_sums(values, 1)[0]
 
 
-def weighted_sums(values: Sequence[Tensor], tp_size: int) -> list[Tensor]:
+def weighted_sums(values: Sequence[Tensor], num_parts: int) -> list[Tensor]:
     """For every rank the weighted sum of its run of the last dim."""
-    totals = [torch.zeros(()) for _ in range(tp_size)]
+    totals = [torch.zeros(()) for _ in range(num_parts)]
     for value in values:
         weights = torch.rand(value.shape, generator=torch.Generator().manual_seed(1)) + 0.5
         weighted = value.float() * weights
-        for rank in range(tp_size):
-            own = weighted if tp_size == 1 else weighted[..., features_of(rank, value.shape[-1], tp_size)]
+        for rank in range(num_parts):
+            own = weighted if num_parts == 1 else weighted[..., features_of(rank, value.shape[-1], num_parts)]
             totals[rank] = totals[rank] + own.sum()
     return totals
 
 
-def features_of(rank: int, size: int, tp_size: int) -> slice:
+def features_of(rank: int, size: int, num_parts: int) -> slice:
     """The run of `size` features that belongs to a rank."""
-    run = -(-size // tp_size)
+    run = -(-size // num_parts)
     return slice(min(size, rank * run), min(size, (rank + 1) * run))

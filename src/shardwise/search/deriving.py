@@ -49,7 +49,7 @@ class Subject:
     trial: Trial
 
 
-def build_subject(model: nn.Module, *, tp_size: int, is_deep: bool = False) -> Subject:
+def build_subject(model: nn.Module, *, num_parts: int, is_deep: bool = False) -> Subject:
     """Builds what plans for `model` are tried on.
 
     Args:
@@ -63,9 +63,9 @@ def build_subject(model: nn.Module, *, tp_size: int, is_deep: bool = False) -> S
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(f"{name} is no transformers model", why="no tiny model of it can be built")
-    with reraise_as(functools.partial(unplanned_error, name, tp_size)):
-        tiny = build_tried_model(model, tp_size=tp_size, **({"num_layers": None} if is_deep else {}))
-        return Subject(model=model, tiny=tiny, trial=trial_of(tiny, tp_size=tp_size, drops=has_dropout(model)))
+    with reraise_as(functools.partial(unplanned_error, name, num_parts)):
+        tiny = build_tried_model(model, num_parts=num_parts, **({"num_layers": None} if is_deep else {}))
+        return Subject(model=model, tiny=tiny, trial=trial_of(tiny, num_parts=num_parts, drops=has_dropout(model)))
 
 
 def search_plan(subject: Subject, declared: Plan, *, sequence_parallel: bool = False, given: Plan = NO_RULES) -> Plan:
@@ -81,14 +81,14 @@ def search_plan(subject: Subject, declared: Plan, *, sequence_parallel: bool = F
             tried; names the module.
     """
     model, tiny, trial = subject.model, subject.tiny, subject.trial
-    name, tp_size = type(model).__name__, trial.tp_size
-    with reraise_as(functools.partial(unplanned_error, name, tp_size)):
+    name, num_parts = type(model).__name__, trial.num_parts
+    with reraise_as(functools.partial(unplanned_error, name, num_parts)):
         search = _Search(subject, given=given, sequence_parallel=sequence_parallel)
         best, verdicts = search.best(declared)
         if best is None and given.rules and _Search(subject, sequence_parallel=sequence_parallel).best(declared)[0]:
-            raise given_rules_error(name, verdicts, tp_size=tp_size)
+            raise given_rules_error(name, verdicts, num_parts=num_parts)
         if best is None:
-            raise no_plan_error(name, verdicts, tp_size=tp_size, sequence_parallel=sequence_parallel)
+            raise no_plan_error(name, verdicts, num_parts=num_parts, sequence_parallel=sequence_parallel)
         reached = trial.gradients.keys()
         unseen = {fqn: UNREACHED for fqn, *_ in trial.facts.parameters() if fqn not in reached}
         reasons = search.reasons | unseen
@@ -103,11 +103,11 @@ def check_given_rules(subject: Subject, plan: Plan, given: Plan, *, sequence_par
     Raises:
         PlanError: they compute something else than the unsplit model, or its code fails.
     """
-    name, tp_size = type(subject.model).__name__, subject.trial.tp_size
-    with reraise_as(functools.partial(unplanned_error, name, tp_size)):
+    name, num_parts = type(subject.model).__name__, subject.trial.num_parts
+    with reraise_as(functools.partial(unplanned_error, name, num_parts)):
         verdict = subject.trial.run(plan | given, sequence_parallel=sequence_parallel)
     if not verdict.passed:
-        raise given_rules_error(name, [verdict], tp_size=tp_size)
+        raise given_rules_error(name, [verdict], num_parts=num_parts)
 
 
 class _Search:
@@ -167,7 +167,7 @@ class _Search:
 
     def _candidate(self, plan: Plan) -> Candidate:
         if plan not in self._candidates:
-            split = resolve(plan | self._given, self._facts, tp_size=self._trial.tp_size)
+            split = resolve(plan | self._given, self._facts, tp_size=self._trial.num_parts)
             self._candidates[plan] = Candidate(plan=plan, split=split, facts=self._facts)
         return self._candidates[plan]
 
@@ -185,7 +185,7 @@ class _Search:
 
     @functools.cached_property
     def _real_sizes(self) -> RealSizes | None:
-        return None if self._model is None else RealSizes(self._model, tp_size=self._trial.tp_size)
+        return None if self._model is None else RealSizes(self._model, num_parts=self._trial.num_parts)
 
     def _plans(self, declared: Plan) -> Iterator[Plan]:
         """The plans, `declared` first where it passes."""
@@ -202,10 +202,10 @@ class _Search:
     @functools.cached_property
     def _watched(self) -> tuple[list[Block], Run]:
         """What the tiny model's graph shows, and a run without cuts; nothing where its own code fails while watched."""
-        tp_size, eager = self._trial.tp_size, _eager(self._tiny)
+        num_parts, eager = self._trial.num_parts, _eager(self._tiny)
         try:
-            products, layers = find_row_products(eager, self._trial.inputs(), tp_size=tp_size)
-            blocks = find_blocks(self._tiny, self._facts, products, layers, tp_size=tp_size)
+            products, layers = find_row_products(eager, self._trial.inputs(), num_parts=num_parts)
+            blocks = find_blocks(self._tiny, self._facts, products, layers, num_parts=num_parts)
             return blocks, watch(eager, self._trial.inputs(), thorough=True)
         except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on inputs that are watched
             reason = f"its model cannot be watched: {type(error).__name__}: {str(error)[:200]}"

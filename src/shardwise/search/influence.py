@@ -98,7 +98,7 @@ class RowProduct:
 
 
 def find_row_products(
-    model: nn.Module, batch: Mapping[str, Any], *, tp_size: int
+    model: nn.Module, batch: Mapping[str, Any], *, num_parts: int
 ) -> tuple[list[RowProduct], list[Layer]]:
     """The row products of every layer, and the layers as watched with all of their outputs detached.
 
@@ -107,7 +107,7 @@ def find_row_products(
     """
     banned: set[str] = set()
     for _ in range(_MAX_PASSES):
-        search = _Search(tp_size, banned)
+        search = _Search(num_parts, banned)
         layers = search.run(model, batch)
         # Where the last one is none, others before it may seem to be none for its sake.
         open_ended = {name for layer in layers for name in _open_ended(layer, search.of_layer(layer))[-1:]}
@@ -141,9 +141,9 @@ class _Search:
         found: by their weights.
     """
 
-    def __init__(self, tp_size: int, banned: Iterable[str]) -> None:
+    def __init__(self, num_parts: int, banned: Iterable[str]) -> None:
         self.found: dict[str, RowProduct] = {}
-        self._tp_size, self._banned = tp_size, frozenset(banned)
+        self._num_parts, self._banned = num_parts, frozenset(banned)
         self._columns: dict[str, set[str]] = {}  # by layer, what its row products split
         self._max_shared = 0.0
 
@@ -191,7 +191,7 @@ class _Search:
                 module=use.module,
                 input_dim=use.input_dim,
                 features=use.x.shape[-1],
-                required_indices=_required_indices(use, own, self._tp_size),
+                required_indices=_required_indices(use, own, self._num_parts),
             )
             split = [
                 name
@@ -247,17 +247,17 @@ def _open_ended(layer: Layer, products: Sequence[RowProduct]) -> list[str]:
     ]
 
 
-def _required_indices(use: Use, own: Mapping[str, Tensor], tp_size: int) -> dict[str, RequiredIndices]:
+def _required_indices(use: Use, own: Mapping[str, Tensor], num_parts: int) -> dict[str, RequiredIndices]:
     """For every parameter of the layer the dim along which the ranks' needs differ most, if they differ."""
-    if not use.x.requires_grad or use.x.shape[-1] < tp_size:
+    if not use.x.requires_grad or use.x.shape[-1] < num_parts:
         return {}
     names = [name for name, value in own.items() if value.requires_grad]
     parameters = [own[name] for name in names]
-    gradients = [gradients_of(total, parameters) for total in weighted_sums([use.x], tp_size)]
+    gradients = [gradients_of(total, parameters) for total in weighted_sums([use.x], num_parts)]
     found = {}
     for name, each in zip(names, zip(*gradients, strict=True), strict=True):
         masks = [gradient != 0 for gradient in each if gradient is not None]
-        dims = [RequiredIndices.along(dim, masks) for dim in range(own[name].ndim)] if len(masks) == tp_size else []
+        dims = [RequiredIndices.along(dim, masks) for dim in range(own[name].ndim)] if len(masks) == num_parts else []
         split = [required for required in dims if required.is_split]
         if split:
             found[name] = min(split, key=lambda required: required.shared)

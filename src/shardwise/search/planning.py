@@ -37,7 +37,7 @@ logger = logging.getLogger("shardwise.plan")
 _MAX_SHOWN = 4
 
 
-def plan_for(model: nn.Module, spec: ParallelSpec, *, tp_size: int, facts: ModelFacts | None = None) -> Plan:
+def plan_for(model: nn.Module, spec: ParallelSpec, *, num_parts: int, facts: ModelFacts | None = None) -> Plan:
     """Returns all rules for `model`, later ones over earlier ones.
 
     Args:
@@ -50,17 +50,17 @@ def plan_for(model: nn.Module, spec: ParallelSpec, *, tp_size: int, facts: Model
             than the unsplit model; or adapters of the model do.
     """
     kind, given = read_request(spec.plan)
-    if tp_size == 1:
+    if num_parts == 1:
         return given
     facts = facts or read_facts(model)
-    plan, is_proved = _base_plan(model, spec, kind, given, facts, tp_size=tp_size)
+    plan, is_proved = _base_plan(model, spec, kind, given, facts, num_parts=num_parts)
     if facts.adapters is not None and not is_proved:
-        try_adapters(model, plan, facts, tp_size=tp_size, sequence_parallel=spec.sequence_parallel)
+        try_adapters(model, plan, facts, num_parts=num_parts, sequence_parallel=spec.sequence_parallel)
     return plan
 
 
 def _base_plan(
-    model: nn.Module, spec: ParallelSpec, kind: str, given: Plan, facts: ModelFacts, *, tp_size: int
+    model: nn.Module, spec: ParallelSpec, kind: str, given: Plan, facts: ModelFacts, *, num_parts: int
 ) -> tuple[Plan, bool]:
     """The rules for the model without its adapters, and whether the test suite proves them."""
     declared = declared_plan(model, facts)
@@ -80,14 +80,14 @@ def _base_plan(
         "declared": automatic.to_json(),
         "given": given.to_json(),
         "is_proved": is_proved,
-        "tp_size": tp_size,
+        "num_parts": num_parts,
         "sequence_parallel": spec.sequence_parallel,
     }
     path = cache_path(base, "plan", question)
     if kind != "derived" and (cached := read(path, Plan.from_json)) is not None:
         return cached | given, False
     with fork_all_rng():  # one rank plans, and its streams of random numbers must stay those of the others
-        subject, tried, problem = _subject(base, automatic, given, tp_size=tp_size)
+        subject, tried, problem = _subject(base, automatic, given, num_parts=num_parts)
         if subject is not None and is_proved:
             check_given_rules(subject, automatic, tried, sequence_parallel=spec.sequence_parallel)
             plan = automatic
@@ -104,15 +104,15 @@ def _base_plan(
 
 
 def _subject(
-    model: nn.Module, declared: Plan, given: Plan, *, tp_size: int
+    model: nn.Module, declared: Plan, given: Plan, *, num_parts: int
 ) -> tuple[Subject | None, Plan, ShardwiseError | None]:
     """What plans are tried on, and those rules of the user that it has names for; None and the cause where no plan can
     be tried.
     """
     try:
-        subject = build_subject(model, tp_size=tp_size)
+        subject = build_subject(model, num_parts=num_parts)
         if rules_without_names(given, subject.trial.facts):  # of layers that a model of few layers lacks
-            subject = build_subject(model, tp_size=tp_size, is_deep=True)
+            subject = build_subject(model, num_parts=num_parts, is_deep=True)
     except ShardwiseError as error:
         return None, given, error
     untried = rules_without_names(given, subject.trial.facts)
@@ -123,7 +123,7 @@ def _subject(
     problem = None
     for plan in (declared | tried, tried):  # rules may be about sizes that the tiny model has not
         try:
-            resolve(plan, subject.trial.facts, tp_size=tp_size)
+            resolve(plan, subject.trial.facts, tp_size=num_parts)
         except PlanError as error:
             problem = error
         else:

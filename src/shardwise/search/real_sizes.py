@@ -54,8 +54,8 @@ class RealSizes:
         runs: whether it runs on tensors without values.
     """
 
-    def __init__(self, model: PreTrainedModel, *, tp_size: int) -> None:
-        self._tp_size = tp_size
+    def __init__(self, model: PreTrainedModel, *, num_parts: int) -> None:
+        self._num_parts = num_parts
         self.model, self.runs = model, False
         unsplit: Verdict | None
         try:
@@ -80,7 +80,7 @@ class RealSizes:
         try:
             own, facts = generalize(plan, tiny, self.model), read_facts(self.model)
             spec = ParallelSpec(sequence_parallel=sequence_parallel)
-            decided = decide_split(own, self.model, facts, MeshShape(tp_size=self._tp_size), spec)
+            decided = decide_split(own, self.model, facts, MeshShape(tp_size=self._num_parts), spec)
         except ShardwiseError as error:
             return verdict_of_exception(error)
         found = self._verdict(decided) if self.runs else None
@@ -117,8 +117,8 @@ class RealSizes:
         Returns:
             None where only values tell.
         """
-        for rank in (0, self._tp_size - 1) if decided is not None and _uneven(decided) else (0,):
-            model, mesh = _copied(valued or self.model), SimulatedMesh(LoneGroup(rank, self._tp_size))
+        for rank in (0, self._num_parts - 1) if decided is not None and _uneven(decided) else (0,):
+            model, mesh = _copied(valued or self.model), SimulatedMesh(LoneGroup(rank, self._num_parts))
             try:
                 with ExitStack() as stack:
                     if valued is None:

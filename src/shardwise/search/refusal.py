@@ -67,17 +67,17 @@ def check_share(name: str, candidate: Candidate, reasons: Mapping[str, str], rea
     )
 
 
-def unplanned_error(name: str, tp_size: int, verdict: Verdict) -> PlanError:
+def unplanned_error(name: str, num_parts: int, verdict: Verdict) -> PlanError:
     """The error for the model called `name`, whose own code fails where plans are tried."""
     return PlanError(
-        f"{name} cannot be planned over tp={tp_size}",
+        f"{name} cannot be planned over tp={num_parts}",
         at=verdict.module or None,
         why=verdict.reason,
         fix="use tp_size 1, or give rules of your own",
     )
 
 
-def no_plan_error(name: str, verdicts: Sequence[Verdict], *, tp_size: int, sequence_parallel: bool) -> PlanError:
+def no_plan_error(name: str, verdicts: Sequence[Verdict], *, num_parts: int, sequence_parallel: bool) -> PlanError:
     """The error for the model called `name`, no plan for which passed.
 
     Args:
@@ -85,7 +85,7 @@ def no_plan_error(name: str, verdicts: Sequence[Verdict], *, tp_size: int, seque
     """
     informative = [each for each in verdicts if not each.lacks_stack] or verdicts
     at = star_numbers(next((each.module for each in informative if each.module), ""))
-    where, fix = f"over tp={tp_size}", "use tp_size 1"
+    where, fix = f"over tp={num_parts}", "use tp_size 1"
     if sequence_parallel:
         where, fix = "along the sequence", "run without sequence parallelism (sequence_parallel=False)"
     example = f', such as plan={{"{at}": "whole_sequence"}}' if at and sequence_parallel else ""
@@ -98,11 +98,11 @@ def no_plan_error(name: str, verdicts: Sequence[Verdict], *, tp_size: int, seque
     )
 
 
-def given_rules_error(name: str, verdicts: Sequence[Verdict], *, tp_size: int) -> PlanError:
+def given_rules_error(name: str, verdicts: Sequence[Verdict], *, num_parts: int) -> PlanError:
     """The error for rules of the user with which no plan passes, although one does without them."""
     failed = next(verdict for verdict in verdicts if not verdict.passed)
     return PlanError(
-        f"the rules given for {name} compute something else than the unsplit model, split over tp={tp_size}",
+        f"the rules given for {name} compute something else than the unsplit model, split over tp={num_parts}",
         at=failed.module or None,
         why=failed.reason,
         fix="correct the rules, or leave them out: a plan without them passes",

@@ -55,17 +55,17 @@ class Block:
 
 
 def find_blocks(
-    model: nn.Module, facts: ModelFacts, products: Sequence[RowProduct], layers: Sequence[Layer], *, tp_size: int
+    model: nn.Module, facts: ModelFacts, products: Sequence[RowProduct], layers: Sequence[Layer], *, num_parts: int
 ) -> list[Block]:
     """The blocks of every layer: row products that need the same split weights are one."""
     blocks = []
     for layer in layers:
         own = [product for product in products if product.layer == layer.fqn]
         for group in _groups(own):
-            graph = BlockGraph(model, facts, layer, group, own, tp_size=tp_size)
+            graph = BlockGraph(model, facts, layer, group, own, num_parts=num_parts)
             rows = [product.parameter for product in group]
             blocks.append(_block(layer.fqn, _RuleBuilder(graph).plans(), [*graph.required_indices, *rows], rows))
-    rest = (_rest(model, facts, layer, blocks, tp_size) for layer in outermost_layers(facts.stacks))
+    rest = (_rest(model, facts, layer, blocks, num_parts) for layer in outermost_layers(facts.stacks))
     return [*blocks, *(block for block in rest if block is not None)]
 
 
@@ -74,7 +74,7 @@ def _block(layer: str, plans: Iterable[Plan], parameters: Iterable[str], named_a
     return Block(layer=layer, plans=tuple(plans), parameters=frozenset(parameters), key=key)
 
 
-def _rest(model: nn.Module, facts: ModelFacts, layer: str, blocks: Sequence[Block], tp_size: int) -> Block | None:
+def _rest(model: nn.Module, facts: ModelFacts, layer: str, blocks: Sequence[Block], num_parts: int) -> Block | None:
     """The large linears of a layer that are in no block, with gathered outputs.
 
     Where a layer runs inside a function of its own its graph shows nothing, and these are all.
@@ -90,7 +90,7 @@ def _rest(model: nn.Module, facts: ModelFacts, layer: str, blocks: Sequence[Bloc
         if size >= _LARGE * sum(sizes.values())
         and f"{name}.weight" not in split
         and not is_within(name, entries)
-        and _can_gather(model, facts, name, tp_size)
+        and _can_gather(model, facts, name, num_parts)
     ]
     if not names:
         return None
@@ -99,11 +99,11 @@ def _rest(model: nn.Module, facts: ModelFacts, layer: str, blocks: Sequence[Bloc
     return _block(layer, [Plan(rules)], [f"{name}.weight" for name in names], names)
 
 
-def _can_gather(model: nn.Module, facts: ModelFacts, module: str, tp_size: int) -> bool:
+def _can_gather(model: nn.Module, facts: ModelFacts, module: str, num_parts: int) -> bool:
     """Whether a module is a linear that computes as such, large enough to give every rank a part."""
     kind = facts.modules[module].kind
     plain = kind == "transposed" or type(model.get_submodule(module)).forward is nn.Linear.forward
-    return plain and min(facts.modules[module].parameters["weight"]) >= tp_size
+    return plain and min(facts.modules[module].parameters["weight"]) >= num_parts
 
 
 def _groups(products: list[RowProduct]) -> list[list[RowProduct]]:
@@ -189,7 +189,7 @@ class _RuleBuilder:
         names = {*self.graph.required_indices, *(product.parameter for product in self.graph.group)}
         names |= {name for name in self.graph.layer.parameters if is_within(parent_of(name), entries)}
         for owner in sorted({parent_of(name) for name in names if self._is_weight(name)}):
-            if _can_gather(self.graph.model, self.facts, owner, self.graph.tp_size):
+            if _can_gather(self.graph.model, self.facts, owner, self.graph.num_parts):
                 yield _weights(owner, "colwise_gather_output", reason="what works on its outputs cannot be split")
 
     def _is_weight(self, name: str) -> bool:

@@ -44,18 +44,18 @@ def find_style(graph: BlockGraph, name: str, required: RequiredIndices) -> str:
 
 
 def _named(graph: BlockGraph, name: str, dim: int) -> Iterator[tuple[str, Split]]:
-    owner, size, tp_size = parent_of(name), graph.layer.parameters[name].shape[dim], graph.tp_size
+    owner, size, num_parts = parent_of(name), graph.layer.parameters[name].shape[dim], graph.num_parts
     modules = graph.facts.modules
     around = itertools.takewhile(lambda module: module != graph.layer.fqn, upwards(owner))
     heads = next((found for module in around if (found := modules[module].heads) is not None), None)
     with contextlib.suppress(PlanError, LayoutError):
-        yield str(SplitStyle(dim)), feature_split(dim, size, heads=heads, tp_size=tp_size)
+        yield str(SplitStyle(dim)), feature_split(dim, size, heads=heads, tp_size=num_parts)
     for sections in range(2, _MAX_SECTIONS + 1):
         if size % sections == 0:
-            yield str(SplitStyle(dim, sections)), equal_sections(dim, size, num_sections=sections, parts=tp_size)
+            yield str(SplitStyle(dim, sections)), equal_sections(dim, size, num_sections=sections, parts=num_parts)
     if heads is not None and dim == (1 if modules[owner].kind == "transposed" else 0):
         with contextlib.suppress(PlanError, LayoutError):
-            yield "qkv_colwise", qkv_split(dim, size, heads=heads, tp_size=tp_size)
+            yield "qkv_colwise", qkv_split(dim, size, heads=heads, tp_size=num_parts)
 
 
 def _covers(split: Split, required: RequiredIndices) -> bool:
@@ -81,14 +81,16 @@ def guess_attributes(graph: BlockGraph, *, limit: int) -> list[dict[str, str]]:
     """Attributes with their styles, best guess first: what solves the tiny model's sizes, then what names suggest."""
     known = graph.facts.attributes()
     solved = solve(list(graph.equations()), limit=limit)
-    guesses = [{name: _style(part, graph.tp_size) for name, part in parts.items() if name in known} for parts in solved]
+    guesses = [
+        {name: _style(part, graph.num_parts) for name, part in parts.items() if name in known} for parts in solved
+    ]
     guesses += [dict.fromkeys(names, "divided") for names in _by_name(graph)]
     distinct = {tuple(sorted(guess.items())): guess for guess in guesses}
     return list(distinct.values())[:limit]
 
 
-def _style(part: Fraction, tp_size: int) -> str:
-    return "divided" if part == Fraction(1, tp_size) else f"divided({1 / part})"
+def _style(part: Fraction, num_parts: int) -> str:
+    return "divided" if part == Fraction(1, num_parts) else f"divided({1 / part})"
 
 
 def _by_name(graph: BlockGraph) -> list[tuple[str, ...]]:
@@ -98,7 +100,7 @@ def _by_name(graph: BlockGraph) -> list[tuple[str, ...]]:
     counts, features = [], []
     for module in sorted(modules):
         for name, value in graph.facts.modules[module].attributes.items():
-            if value % graph.tp_size or name.rpartition(".")[2] in _NEVER:
+            if value % graph.num_parts or name.rpartition(".")[2] in _NEVER:
                 continue
             if any(part in name for part in _COUNT_NAMES) and not name.endswith(("dim", "size")):
                 counts.append(f"{module}.{name}")

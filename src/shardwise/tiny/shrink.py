@@ -32,7 +32,7 @@ def shrink_config(
     num_layers: int | None = 2,
     vocab_size: int = 131,
     without_dropout: bool = False,
-    tp_size: int = 1,
+    num_parts: int = 1,
 ) -> PreTrainedConfig:
     """A tiny copy of `config` with the same structure; `config` itself is left as it is.
 
@@ -46,7 +46,7 @@ def shrink_config(
             for all layers of all stacks.
         vocab_size: rows of the embedding.
         without_dropout: sets every dropout, and whatever else makes training random, to 0.
-        tp_size: what heads divide by in the tiny model if they do in the original.
+        num_parts: what heads divide by in the tiny model if they do in the original.
 
     Raises:
         UnsupportedError: the tiny configuration does not pass the checks of its class.
@@ -54,7 +54,7 @@ def shrink_config(
     tiny = copy.deepcopy(config)
     hidden_sizes = {size for each in sub_configs(config) if isinstance(size := read_field(each, "hidden_size"), int)}
     shrinks = [
-        _Shrink(each, hidden_sizes, num_layers=num_layers, vocab_size=vocab_size, tp_size=tp_size)
+        _Shrink(each, hidden_sizes, num_layers=num_layers, vocab_size=vocab_size, num_parts=num_parts)
         for each in sub_configs(config)
     ]
     width = _width_of(heads for shrink in shrinks for heads in shrink.query_heads())
@@ -78,7 +78,7 @@ def keep_layers(config: PreTrainedConfig, *, num_layers: int = 2) -> PreTrainedC
     """
     short = copy.deepcopy(config)
     for original, part in zip(sub_configs(config), list(sub_configs(short)), strict=True):
-        shrink = _Shrink(original, set(), num_layers=num_layers, vocab_size=0, tp_size=1)
+        shrink = _Shrink(original, set(), num_layers=num_layers, vocab_size=0, num_parts=1)
         vars(part).update(shrink.layers())
         if shrink.overrides:
             part.per_layer_config = shrink.kept_overrides()
@@ -116,7 +116,13 @@ class _Shrink:
     """Computes the new values of one configuration, without its sub-configurations."""
 
     def __init__(
-        self, config: PreTrainedConfig, hidden_sizes: set[int], *, num_layers: int | None, vocab_size: int, tp_size: int
+        self,
+        config: PreTrainedConfig,
+        hidden_sizes: set[int],
+        *,
+        num_layers: int | None,
+        vocab_size: int,
+        num_parts: int,
     ) -> None:
         self._config = config
         self._old = fields_of(config)
@@ -127,7 +133,7 @@ class _Shrink:
         self._family = rules.FAMILIES.get(config.model_type)
         self._num_layers = num_layers
         self._vocab_size = vocab_size
-        self._tp_size = tp_size
+        self._num_parts = num_parts
         self._width = 0
 
     def query_heads(self) -> list[int]:
@@ -220,21 +226,21 @@ class _Shrink:
         query = max(query) if isinstance(query, list | tuple) else query
         if value >= query:
             return self._query_heads(query)
-        if self._tp_size % value == 0 and query % self._tp_size == 0:
+        if self._num_parts % value == 0 and query % self._num_parts == 0:
             return value  # every part holds one of them, and how many hold the same is part of the plan
         if value == 1:
             return 1
         fewer = min(self._query_heads(query) // 2, 4 if value >= 4 else 2)
-        return self._tp_size if value % self._tp_size == 0 and fewer % self._tp_size else fewer
+        return self._num_parts if value % self._num_parts == 0 and fewer % self._num_parts else fewer
 
     def _query_heads(self, value: int) -> int:
-        """8, or as many as divide by `tp_size`, with a key/value head for each rank if those divide too."""
+        """8, or as many as divide by `num_parts`, with a key/value head for each rank if those divide too."""
         if value in (1, 2, 4):
             return value
         shared = [each for name in rules.KEY_VALUE_HEADS if isinstance(each := self._old.get(name), int)]
-        per_rank = any(1 < each < value and each % self._tp_size == 0 for each in shared)
-        unit = 2 * self._tp_size if per_rank else self._tp_size
-        return rules.HEADS if value % self._tp_size else -(-rules.HEADS // unit) * unit
+        per_rank = any(1 < each < value and each % self._num_parts == 0 for each in shared)
+        unit = 2 * self._num_parts if per_rank else self._num_parts
+        return rules.HEADS if value % self._num_parts else -(-rules.HEADS // unit) * unit
 
     def _head_dim(self, name: str, value: int) -> int:
         coupled, decoupled = rules.HEAD_DIMS[name]

@@ -189,7 +189,7 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     check_kind("the model", model, nn.Module, fix="pass a model, not its class or name")
     if not isinstance(model, PreTrainedModel) and (declared := declared_styles(model)):
         return declared
-    return hf_plan(plan_for(model, ParallelSpec(), tp_size=2))
+    return hf_plan(plan_for(model, ParallelSpec(), num_parts=2))
 
 
 def to_cpu(v: Any) -> Any:
