@@ -117,11 +117,11 @@ def refusals():
     ("case", "parts"),
     [
         ("no names", ["have no names", "mesh_dim_names"]),
-        ("unknown name", ["dp_shard (2)", "'dp_shard' is no axis", 'axes={"dp_shard": "fsdp"}']),
+        ("unknown name", ["dp_shard (2)", "'dp_shard' is not an axis", 'axes={"dp_shard": "fsdp"}']),
         ("unknown dim", ["no dim 'dp_shrad' (did you mean 'dp_shard'?)"]),
         ("unknown axis", ["did you mean 'fsdp'?"]),
-        ("not ascending", ["do not ascend", "[1, 0]"]),
-        ("a part", ["tp1 over 2 ranks", "the mesh of the whole job"]),
+        ("not ascending", ["ascending", "[1, 0]"]),
+        ("a part", ["cannot use a mesh of tp1", "all 2 ranks", "the mesh of the whole job"]),
         ("other names", ["different names or sizes", "rank 1: {'fsdp': [0, 1]}"]),
     ],
 )

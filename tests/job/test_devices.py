@@ -65,10 +65,10 @@ def test_a_rank_takes_its_device(machine, cards, place, device, expected):
             2,
             {"local_rank": 2, "local_world_size": 3},
             None,
-            ["3 ranks on this machine but 2 GPUs", "SHARDWISE_DEVICE=cpu"],
+            ["local rank 2 of 3", "torch sees 2 GPUs", "SHARDWISE_DEVICE=cpu"],
         ),
-        (0, {}, "cuda", ["cuda:0", "no GPU is visible"]),
-        (1, {}, "cuda:4", ["cuda:4", "1 GPU visible here"]),
+        (0, {}, "cuda", ["cuda:0", "torch sees 0 GPUs"]),
+        (1, {}, "cuda:4", ["cuda:4", "torch sees 1 GPU"]),
         (0, {"asked": "gpu"}, None, ["SHARDWISE_DEVICE is 'gpu'"]),
         (0, {}, "gpu", ["device is 'gpu'"]),
     ],
@@ -89,7 +89,7 @@ def test_ranks_that_share_a_card_are_told_so_before_nccl_is_asked(monkeypatch, c
     if not shared:
         check_own_cards(store, place, torch.device("cuda", 0))
         return
-    with pytest.raises(MeshError, match="ranks 0 and 1 compute on the same card"):
+    with pytest.raises(MeshError, match="ranks 0 and 1 use the same card"):
         check_own_cards(store, place, torch.device("cuda", 0))
 
 

@@ -24,15 +24,14 @@ LATE = 40.0  # on a busy machine; otherwise one waits for minutes, or for ever
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"RANK": "5"}, ["RANK is 5", "0 to 1"]),
-        ({"RANK": "-1"}, ["RANK is -1", "0 to 1"]),
-        ({"RANK": "a"}, ["RANK is 'a'", "no whole number"]),
-        ({"WORLD_SIZE": "two"}, ["WORLD_SIZE is 'two'", "no whole number"]),
-        ({"WORLD_SIZE": "0"}, ["WORLD_SIZE is 0"]),
-        ({"MASTER_PORT": "99999"}, ["MASTER_PORT is 99999", "65535"]),
-        ({"LOCAL_RANK": "x"}, ["LOCAL_RANK is 'x'"]),
-        ({"RANK": "2", "MASTER_PORT": "http"}, ["RANK is 2", "MASTER_PORT is 'http'"]),
-        ({"RANK": ""}, ["lacks RANK", "torchrun"]),
+        ({"RANK": "5"}, ["RANK is '5'", "WORLD_SIZE is '2'"]),
+        ({"RANK": "-1"}, ["RANK is '-1'"]),
+        ({"RANK": "a"}, ["RANK is 'a'"]),
+        ({"WORLD_SIZE": "two"}, ["WORLD_SIZE is 'two'"]),
+        ({"WORLD_SIZE": "0"}, ["WORLD_SIZE is '0'"]),
+        ({"MASTER_PORT": "99999"}, ["MASTER_PORT is '99999'"]),
+        ({"RANK": "2", "MASTER_PORT": "http"}, ["RANK is '2'", "MASTER_PORT is 'http'"]),
+        ({"RANK": ""}, ["RANK is ''", "torchrun"]),
     ],
 )
 def test_impossible_numbers_are_refused_at_once(changes, parts, monkeypatch):
@@ -81,28 +80,22 @@ def test_a_rank_that_never_comes_is_named_and_waited_for_no_longer_than_asked():
 
 
 def test_the_first_rank_may_be_the_one_that_never_comes():
-    ((error, said, seconds),) = spawn(one_behind, 1)
-    assert "waiting for 1 of 2 ranks at 127.0.0.1" in said[0] and "rank 0" in said[0]
-    assert "rank 1 cannot reach rank 0" in error and "Connection refused" in error
+    ((error, _, seconds),) = spawn(outcome_of_opening, 1, {"WORLD_SIZE": "2", "RANK": "1"})
+    assert "rank 1 cannot reach the store of rank 0" in error and "timed out" in error
     assert SECONDS <= seconds < SECONDS + LATE
-
-
-def one_behind():
-    return outcome_of_opening({"WORLD_SIZE": "2", "RANK": "1"})
 
 
 def test_a_host_that_does_not_exist():
-    ((error, said, seconds),) = spawn(outcome_of_opening, 1, {"WORLD_SIZE": "2", "MASTER_ADDR": "no.such.host.invalid"})
-    assert "does not resolve" in said[0]
-    assert "no.such.host.invalid" in error and "does not resolve" in error
-    assert SECONDS <= seconds < SECONDS + LATE
+    env = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "no.such.host.invalid"}
+    ((error, _, _),) = spawn(outcome_of_opening, 1, env)
+    assert "no.such.host.invalid" in error and "MASTER_ADDR" in error
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_port_that_something_else_listens_on(rank):
     ((error, _, seconds),) = spawn(outcome_of_opening, 1, {"WORLD_SIZE": "2", "RANK": rank}, port_taken=True)
     if rank == "0":
-        assert "is in use" in error and "MASTER_PORT" in error and seconds < SECONDS
+        assert "EADDRINUSE" in error and "MASTER_PORT" in error and seconds < SECONDS
     else:
         assert "does not answer as rank 0" in error and seconds < SECONDS + LATE
 

@@ -1,4 +1,4 @@
-"""Meshes and process groups that somebody else made: which ranks stand where, in our axes."""
+"""Meshes and process groups that another library made, as a layout of ours."""
 
 from __future__ import annotations
 
@@ -9,39 +9,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.errors import MeshError, counted, did_you_mean
+from shardwise.errors import MeshError, did_you_mean
 from shardwise.topology.axes import AXES, SIZE_NAMES
 from shardwise.topology.shape import MeshShape
 
 __all__ = ["Foreign", "read_device_mesh", "read_groups"]
 
 Foreign = tuple[MeshShape, list[int], dict[tuple[str, ...], dist.ProcessGroup]]
-"""Its shape in our axes, the global ranks that fill it in order, and this rank's groups along axes of several ranks."""
+"""The shape in our axes, the global ranks that fill it in order, and this rank's groups along axes of several ranks."""
 
 
 def read_device_mesh(mesh: dist.DeviceMesh, axes: Mapping[str, str]) -> Foreign:
-    """Reads a `DeviceMesh`.
+    """Reads a `DeviceMesh` over all ranks of the job.
 
     Args:
-        mesh: over all ranks of the job, its dims named.
-        axes: our axis for each of its names that is not one of ours.
+        axes: our axis for each of its dim names that is not one of ours.
 
     Raises:
-        MeshError: its dims are no axes of ours, or do not hold every rank in ascending order.
+        MeshError: its dims are not axes of ours, or do not hold every rank in ascending order.
     """
     if mesh.mesh_dim_names is None:
-        raise MeshError(
-            f"the dims of {mesh} have no names", fix='pass mesh_dim_names=("fsdp", "tp") where the device mesh is made'
-        )
+        raise MeshError(f"the dims of {mesh} have no names", fix='make it with mesh_dim_names=("fsdp", "tp")')
     names = mesh.mesh_dim_names
-    ours = _translated(dict(zip(names, mesh.shape, strict=True)), axes)
+    ours = _translate(dict(zip(names, mesh.shape, strict=True)), axes)
     ranks = mesh.mesh.permute(*map(names.index, ours), *(dim for dim, name in enumerate(names) if name not in ours))
-    shape = _checked_shape(ours, dict(zip(names, mesh.shape, strict=True)), ranks)
+    shape = _build_shape(ours, dict(zip(names, mesh.shape, strict=True)), ranks)
     return shape, ranks.flatten().tolist(), {(ours[name],): mesh.get_group(name) for name in ours}
 
 
 def read_groups(groups: Mapping[str, dist.ProcessGroup], axes: Mapping[str, str]) -> Foreign:
-    """Reads one process group an axis, as `read_device_mesh` does.
+    """Reads one process group per axis, as `read_device_mesh` does.
 
     Communicates: a gather of their ranks over all ranks.
     """
@@ -54,49 +51,35 @@ def read_groups(groups: Mapping[str, dist.ProcessGroup], axes: Mapping[str, str]
             why="\n".join(f"rank {rank}: {groups_of_rank}" for rank, groups_of_rank in enumerate(everyone)),
             fix="pass the same names on every rank, each with this rank's group",
         )
-    ours = _translated(sizes, axes)
+    ours = _translate(sizes, axes)
     ranks = torch.full([sizes[name] for name in ours], -1, device="cpu")
     for rank, groups_of_rank in enumerate(everyone):
         ranks[tuple(groups_of_rank[name].index(rank) for name in ours)] = rank
-    shape = _checked_shape(ours, sizes, ranks)
-    return shape, ranks.flatten().tolist(), {(ours[name],): groups[name] for name in ours}
+    return _build_shape(ours, sizes, ranks), ranks.flatten().tolist(), {(ours[name],): groups[name] for name in ours}
 
 
-def _translated(sizes: Mapping[str, int], axes: Mapping[str, str]) -> dict[str, str]:
-    """Our axis for each dim of several ranks, in their order; raises for every name that leads to none of its own."""
+def _translate(sizes: Mapping[str, int], axes: Mapping[str, str]) -> dict[str, str]:
+    """Our axis for each dim of several ranks, in our order."""
     problems = [f"there is no dim {name!r}{did_you_mean(name, sizes)}" for name in axes if name not in sizes]
-    ours: dict[str, str] = {}
-    for name in (name for name, size in sizes.items() if size > 1):
-        axis = axes.get(name, name)
-        if axis not in AXES:
-            problems.append(f"{name!r} is no axis{did_you_mean(axis, AXES)}")
-        elif axis in ours.values():
-            problems.append(f"{name!r} is a second dim for {axis}")
-        ours[name] = axis
-    if problems:
+    ours = {name: axes.get(name, name) for name, size in sizes.items() if size > 1}
+    problems += [f"{name!r} is not an axis{did_you_mean(ours[name], AXES)}" for name in ours if ours[name] not in AXES]
+    if problems or len({*ours.values()}) < len(ours):
         raise MeshError(
-            f"cannot take over a mesh of {', '.join(f'{name} ({size})' for name, size in sizes.items())}",
-            why="\n".join(problems),
-            fix=f'say which dim is which of {", ".join(AXES)}: axes={{"dp_shard": "fsdp"}}',
+            f"cannot use a mesh of {', '.join(f'{name} ({size})' for name, size in sizes.items())}",
+            why="\n".join(problems) or "two dims are the same axis",
+            fix=f'name the axis ({", ".join(AXES)}) of each dim: axes={{"dp_shard": "fsdp"}}',
         )
     return dict(sorted(ours.items(), key=lambda item: AXES.index(item[1])))
 
 
-def _checked_shape(ours: Mapping[str, str], sizes: Mapping[str, int], ranks: Tensor) -> MeshShape:
-    """The shape, if its ranks are all those of the job and ascend along every dim, as in the groups of torch."""
+def _build_shape(ours: Mapping[str, str], sizes: Mapping[str, int], ranks: Tensor) -> MeshShape:
+    """The shape, if its ranks are all those of the job, ascending along every dim as in torch's groups."""
     shape = MeshShape(**{SIZE_NAMES[axis]: sizes[name] for name, axis in ours.items()})
-    world_size = dist.get_world_size()
-    if sorted(ranks.flatten().tolist()) != list(range(world_size)):
+    is_ascending = all(bool((ranks.diff(dim=dim) > 0).all()) for dim in range(ranks.ndim))
+    if not is_ascending or sorted(ranks.flatten().tolist()) != list(range(dist.get_world_size())):
         raise MeshError(
-            f"a mesh of {shape} over {counted(world_size, 'rank')}",
-            why=f"it holds ranks {ranks.tolist()}; every rank of the job must stand at one place of it",
-            fix="pass the mesh of the whole job, not a slice of it, with an axis for every dim",
+            f"cannot use a mesh of {shape} with the ranks {ranks.tolist()}",
+            why=f"it must hold all {dist.get_world_size()} ranks of the job, ascending along every dim",
+            fix="pass the mesh of the whole job, with an axis for every dim",
         )
-    for dim in range(ranks.ndim):
-        if ranks.shape[dim] > 1 and not bool((ranks.diff(dim=dim) > 0).all()):
-            raise MeshError(
-                f"the ranks of a mesh of {shape} do not ascend along its dims",
-                why=f"they are {ranks.tolist()}, but torch sorts the ranks of a group",
-                fix="number the ranks of every dim upwards",
-            )
     return shape

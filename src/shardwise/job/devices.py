@@ -1,4 +1,4 @@
-"""Which device a rank computes on, and that ranks which exchange over NCCL have a card each."""
+"""The device of a rank, and the check that ranks over NCCL do not share a card."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ DEVICE_VARIABLE = "SHARDWISE_DEVICE"
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
-    """This rank's device, made current where it is a GPU: the one asked for, or that of `SHARDWISE_DEVICE`, or a GPU
-    where there are any, or the CPU.
+    """This rank's device: `device`, or that of `SHARDWISE_DEVICE`, or a GPU if there are any, or the CPU. A GPU becomes
+    torch's current device.
 
     Of several GPUs a rank takes the one of its local rank. A single visible one is its own: many launchers show each
     rank one card.
@@ -32,41 +32,28 @@ def pick_device(device: str | torch.device | None) -> torch.device:
     try:
         picked = torch.device(asked if asked is not None else "cuda" if available else "cpu")
     except RuntimeError as error:
-        origin = "device" if device is not None else DEVICE_VARIABLE
+        name = "device" if device is not None else DEVICE_VARIABLE
         raise MeshError(
-            f"{origin} is {str(asked)!r}", why=str(error).splitlines()[0], fix='use "cpu" or "cuda"'
+            f"{name} is {str(asked)!r}", why=str(error).splitlines()[0], fix='use "cpu" or "cuda"'
         ) from None
     if picked.type != "cuda":
         return picked
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    is_numbered = ":" in str(picked)
-    if not is_numbered and 1 < available < local_world_size:
-        raise MeshError(
-            f"{counted(local_world_size, 'rank')} on this machine but {counted(available, 'GPU')}",
-            why="each rank takes one GPU",
-            fix=f"start at most {counted(available, 'rank')} here, or set {DEVICE_VARIABLE}=cpu",
-        )
-    if not is_numbered:
+    local_rank, num_local = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    has_index = ":" in str(picked)
+    if not has_index:
         picked = torch.device("cuda", 0 if available == 1 else local_rank)
-    if picked.index >= available:
-        shown = (
-            f"{counted(available, 'GPU')} visible here" if available else "no GPU is visible here, or torch has no CUDA"
-        )
+    if picked.index >= available or (not has_index and 1 < available < num_local):
         raise MeshError(
-            f"rank of local rank {local_rank} asks for {picked}",
-            why=shown,
-            fix=f"set {DEVICE_VARIABLE}=cpu" if device is None else 'use the device "cpu"',
+            f"{picked} for local rank {local_rank} of {num_local}",
+            why=f"torch sees {counted(available, 'GPU')} here, and each rank needs one",
+            fix=f"start fewer ranks on this machine, or set {DEVICE_VARIABLE}=cpu",
         )
     torch.cuda.set_device(picked)
     return picked
 
 
 def check_own_cards(store: dist.Store, address: RankAddress, device: torch.device) -> None:
-    """Checks that no two ranks compute on one card, which NCCL cannot serve.
-
-    Raises:
-        MeshError: two ranks do; the same on every rank.
+    """Raises `MeshError` on every rank if two ranks share a card, which NCCL does not support.
 
     Communicates: through the store alone.
     """
@@ -77,7 +64,7 @@ def check_own_cards(store: dist.Store, address: RankAddress, device: torch.devic
         first = cards.index(card)
         if first != rank:
             raise MeshError(
-                f"ranks {first} and {rank} compute on the same card",
-                why=f"it is {card}; NCCL needs a card for each rank",
+                f"ranks {first} and {rank} use the same card",
+                why=f"it is {card}; NCCL needs one card per rank",
                 fix=f'start fewer ranks, set {DEVICE_VARIABLE}=cpu, or share the card with backend="gloo"',
             )

@@ -1,10 +1,9 @@
-"""Process groups along the axes of a mesh: each made once, where every rank is at the same point."""
+"""Process groups along the axes of a mesh."""
 
 from __future__ import annotations
 
 import datetime
 import signal
-import threading
 from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
@@ -25,11 +24,11 @@ __all__ = [
 ]
 
 Groups = dict[tuple[str, ...], dist.ProcessGroup]
-"""Process groups of this rank by the axes they run along; axes of size 1 are left out."""
+"""Process groups of this rank by their axes; axes of size 1 are left out."""
 
 
 def wide_axes(shape: MeshShape, axes: Sequence[str] = AXES) -> tuple[str, ...]:
-    """Those of `axes` along which there are several ranks, outermost first."""
+    """The `axes` of several ranks, outermost first."""
     return tuple(axis for axis in AXES if axis in axes and shape.size(axis) > 1)
 
 
@@ -45,8 +44,7 @@ def make_groups(
     existing: Mapping[tuple[str, ...], dist.ProcessGroup],
     timeout: datetime.timedelta,
 ) -> Groups:
-    """The groups along every axis, along the data axes together, along all others together, and of all ranks: the
-    `existing` ones, and the rest new.
+    """The groups along every axis, the data axes, all other axes, and of all ranks: the `existing` ones, and new ones.
 
     Communicates: the creation of each new group, over all ranks.
     """
@@ -64,7 +62,7 @@ def make_groups(
 
 
 def new_group(lines: Sequence[Sequence[int]], *, timeout: datetime.timedelta) -> dist.ProcessGroup | None:
-    """A new group for each line of ranks; returns this rank's, None where it is in no line.
+    """A new group for each line of ranks; returns this rank's, None if it is in no line.
 
     Communicates: over all ranks, each of which must pass the same lines.
     """
@@ -73,33 +71,27 @@ def new_group(lines: Sequence[Sequence[int]], *, timeout: datetime.timedelta) ->
 
 
 def new_group_of_one(*, timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """A group of this rank alone, for callers to whom no group would mean all ranks. Communicates nothing."""
+    """A group of this rank alone, for APIs in which None means all ranks. Communicates nothing."""
     return dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True)
 
 
 def world_group(world_size: int) -> dist.ProcessGroup | None:
-    """The group of all ranks, whether a mesh is over them or not; None where there is one rank.
-
-    Raises:
-        MeshError: they have not met.
-    """
+    """The group of all ranks; None for a single rank. Raises `MeshError` before the process group is initialized."""
     if dist.is_available() and dist.is_initialized():
         return dist.group.WORLD if dist.get_world_size() > 1 else None
     if world_size > 1:
         raise MeshError(
-            f"the {world_size} ranks have not met yet",
+            f"the process group of {world_size} ranks is not initialized",
             fix="call parallel_state.initialize_model_parallel(...) or torch.distributed.init_process_group() first",
         )
     return None
 
 
 def end_process_groups() -> None:
-    """Ends torch's process groups, if there are any; an interrupt (SIGINT) in the meantime is ignored."""
-    is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
+    """Destroys torch's process groups, if there are any, and ignores Ctrl-C meanwhile. Call it in the main thread."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
     finally:
-        if is_main:
-            signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)

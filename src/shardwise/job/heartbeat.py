@@ -1,16 +1,12 @@
-"""Heartbeats: every rank publishes where it is, so that a failed collective can name the ranks that missed it.
+"""Heartbeats: every rank publishes where it is, so that the error of a failed collective names the missing ranks.
 
 # [Note: heartbeats]
-A collective that some rank never joins ends with the timeout of its process group, in an error that names nobody. So a
-thread of every rank writes a `Beat` into the store by which the ranks met, every two seconds: a count, the training
-step, and where the main thread is, read off its stack. A rank that leaves writes why. `diagnosis.diagnose` says from
-all beats which ranks are missing, and where they are: when a collective has failed (`Heartbeat.explain`), and in a
-warning when it has taken half of its timeout, because NCCL's watchdog ends a process without an exception. The thread
-ends no process.
-
-A step pays one addition (0.3 microseconds) and sends nothing. A beat is one write of 130 bytes (40 microseconds), below
-0.04 percent of a core (2 CPU cores, 2026-11). The thread talks to the store over a connection of its own and uses no
-process group.
+A collective that a rank never joins fails at the timeout of its process group, with an error that names no rank. So a
+thread of every rank writes a `Beat` into the store of the rendezvous every two seconds: a count, the training step, and
+the place in the main thread's stack. A rank that ends writes why. `diagnosis.diagnose` reads all beats when a collective
+has failed (`Heartbeat.explain`), and for a warning after half of the timeout, because NCCL's watchdog ends a process
+without an exception. The thread ends no process. A beat is one write of 130 bytes (40 microseconds), over a connection
+of its own.
 """
 
 from __future__ import annotations
@@ -37,20 +33,20 @@ __all__ = ["Heartbeat", "find_place"]
 
 BEAT_SECONDS = 2.0
 QUIET_BEATS = 3
-"""A rank is missing when so many of its beats have not come."""
+"""A rank is missing when this many of its beats have not come."""
 ANSWER_SECONDS = 5.0
 
 logger = logging.getLogger("shardwise.job")
 
-# The frames of these modules are passed over: the code that calls them says where the rank is.
 _INNER = ("torch", "shardwise.comm", "transformers.utils")
+"""Frames of these modules are skipped: their caller says where the rank is."""
 
 
 def find_place(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
     """The collective that a stack is in ("" for none), and the line that called it.
 
-    A collective is the innermost function of `torch.distributed`, or else the outermost one of `shardwise.comm`: a wait
-    for work that was started before has no frame of torch's.
+    The collective is the innermost function of `torch.distributed`, or else the outermost one of `shardwise.comm`: a
+    wait for a started collective has no frame of torch.
 
     Args:
         frames: frames with their line numbers, innermost first.
@@ -74,13 +70,12 @@ class Heartbeat:
 
     Attributes:
         step: number of training steps that this rank has begun.
-        failed_at: the failed collective while `diagnosis.explain` looks into it: the rank counts as being there.
     """
 
     def __init__(self, store: dist.Store, address: RankAddress, *, timeout_seconds: float) -> None:
         self.step = 0
         self.address = address
-        self.failed_at: Beat | None = None
+        self._failed_at: Beat | None = None  # a rank that explains a failed collective counts as being in it
         self._timeout_seconds = timeout_seconds
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's types lack it
         self._main_thread = threading.get_ident()
@@ -92,26 +87,17 @@ class Heartbeat:
         self._thread.start()
 
     def note_end(self, error: BaseException | None) -> None:
-        """Publishes that this rank leaves, and with which error. Only the first call counts; beats end."""
+        """Publishes that this rank ends, and with which error. Only the first call counts."""
         if self._stopped.is_set():
             return
         self._stopped.set()
-        self._thread.join(timeout=2.0)  # so that it does not meet the end of the interpreter
+        self._thread.join(timeout=2.0)  # it must not run while the interpreter shuts down
         if self._is_lost:
             return
         ended, text = ("left", "") if error is None else ("failed", _in_words(error))
         last = replace(self._beat, step=self.step, ended=ended, text=text)
-        with suppress(dist.DistError):  # the rank that keeps the store has ended first: nobody is left to read it
+        with suppress(dist.DistError):  # the rank that keeps the store has ended
             call_with_timeout(ANSWER_SECONDS, lambda: self._publish(replace(last, order=self._store.add("ended", 1))))
-
-    def read_all(self) -> list[Beat] | None:
-        """Every rank's last beat, with when it was heard; None where the store does not answer."""
-        try:
-            beats = call_with_timeout(ANSWER_SECONDS, self._read)
-        except dist.DistError:
-            beats = None
-        self._is_lost = beats is None
-        return beats
 
     def explain(self, error: BaseException) -> RankError | None:
         """Explains the error of a collective by the ranks that were missing from it.
@@ -126,27 +112,29 @@ class Heartbeat:
         if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
             return None
         collective, where = find_place(list(traceback.walk_tb(error.__traceback__))[::-1])
-        mine = self.failed_at = Beat(step=self.step, collective=collective or "a collective", where=where)
+        mine = self._failed_at = Beat(step=self.step, collective=collective or "a collective", where=where)
         self._heard = []
-        quiet_seconds, start = QUIET_BEATS * BEAT_SECONDS, time.monotonic()
-        while (beats := self.read_all()) is not None:
+        rank, quiet_seconds, start = self.address.rank, QUIET_BEATS * BEAT_SECONDS, time.monotonic()
+        while (beats := self._read_in_time()) is not None:
             # A rank that was killed just now has not missed a beat yet.
             if any(beat.ended for beat in beats) or time.monotonic() - start > quiet_seconds + BEAT_SECONDS:
-                break
-            if all(beat.heard_at > start + BEAT_SECONDS / 2 for beat in beats):
-                break
+                beats[rank] = mine
+                is_late = "imed out" in str(error)
+                return diagnose(beats, time.monotonic(), rank=rank, quiet_seconds=quiet_seconds, is_late=is_late)
             time.sleep(BEAT_SECONDS)
-        rank = self.address.rank
-        if beats is None:
-            return RankError(
-                f"rank 0 or its launcher did not come to {mine.collective} of step {mine.step}",
-                at=f"rank {rank}, {mine}",
-                why=f"the store it keeps at {self.address} no longer answers: it ended, was stopped, or cannot be "
-                "reached",
-            )
-        beats = [mine if number == rank else beat for number, beat in enumerate(beats)]
-        is_late = "imed out" in str(error)
-        return diagnose(beats, time.monotonic(), rank=rank, quiet_seconds=quiet_seconds, is_late=is_late)
+        return RankError(
+            f"rank 0 or its launcher did not come to {mine.collective} of step {mine.step}",
+            at=f"rank {rank}, {mine}",
+            why=f"its store at {self.address} no longer answers: it ended, was stopped, or cannot be reached",
+        )
+
+    def _read_in_time(self) -> list[Beat] | None:
+        """Every rank's last beat; None where the store does not answer."""
+        beats = None
+        with suppress(dist.DistError):
+            beats = call_with_timeout(ANSWER_SECONDS, self._read)
+        self._is_lost = beats is None
+        return beats
 
     def _read(self) -> list[Beat]:
         keys = [f"beat/{rank}" for rank in range(self.address.world_size)]
@@ -156,29 +144,24 @@ class Heartbeat:
             replace(new, heard_at=old.heard_at if new.count == old.count else now)
             for old, new in zip(last, beats, strict=True)
         ]
-        return self._heard
+        return [*self._heard]
 
     def _publish(self, beat: Beat) -> None:
         self._beat = beat
         self._store.set(f"beat/{self.address.rank}", beat.to_json())
 
-    def _look_here(self) -> Beat:
-        if self.failed_at is not None:
-            return self.failed_at
-        frame = sys._current_frames().get(self._main_thread)
-        collective, where = find_place(traceback.walk_stack(frame)) if frame is not None else ("", "its last lines")
-        return Beat(step=self.step, collective=collective, where=where)
-
     def _run(self) -> None:
         place, moved_at, has_warned = self._beat.place, time.monotonic(), False
         with suppress(dist.DistError):  # the store has ended with rank 0 or its launcher
             while not self._stopped.wait(BEAT_SECONDS):
-                self._publish(replace(self._look_here(), count=self._beat.count + 1))
+                frame = sys._current_frames().get(self._main_thread)
+                collective, where = find_place(traceback.walk_stack(frame)) if frame is not None else ("", "its end")
+                beat = self._failed_at or Beat(step=self.step, collective=collective, where=where)
+                self._publish(replace(beat, count=self._beat.count + 1))
                 if self._beat.place != place:
                     place, moved_at, has_warned = self._beat.place, time.monotonic(), False
-                waited = time.monotonic() - moved_at
                 if self.address.rank < 2 and self._beat.collective and not has_warned:
-                    has_warned = self._warn(waited)
+                    has_warned = self._warn(time.monotonic() - moved_at)
 
     def _warn(self, seconds: float) -> bool:
         """Logs which ranks are missing from a collective that has taken half of its timeout; returns whether it did."""
@@ -189,7 +172,7 @@ class Heartbeat:
         if seconds < late_seconds:
             return False
         error = diagnose(beats, time.monotonic(), rank=self.address.rank, quiet_seconds=quiet_seconds, is_late=True)
-        if error is not None and (self.address.rank == 0 or not beats[0].collective):
+        if self.address.rank == 0 or not beats[0].collective:
             logger.warning("%s has taken %.0f seconds: %s", self._beat.collective, seconds, error)
         return True
 

@@ -1,10 +1,10 @@
-"""This process as a rank of a job: its device, its meeting with the others, and its end.
+"""Starts and ends this process as a rank of a job.
 
 # [Note: the last collective]
-A collective is over for us when its result is there; gloo's thread releases the tensors a moment later, and takes the
-interpreter's lock to do so. Up to Python 3.13 a thread that asks for the lock while the interpreter goes away is ended
-on the spot, which C++ answers by aborting the process: about one run in forty that finished within that moment ended
-with SIGABRT. So a process that used gloo rests briefly before it ends, while threads can still have the lock.
+gloo's thread releases the tensors of a collective a moment after its result is there, and takes the GIL for it. Up to
+Python 3.13 a thread that asks for the GIL while the interpreter shuts down is ended, and C++ then aborts the process:
+about one run in forty that ended within that moment ended with SIGABRT. So a process that used gloo sleeps briefly
+before it ends.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ _SECONDS_TO_LET_GO = 0.1
 
 
 def start_processes(device: torch.device, backend: str | None, timeout: datetime.timedelta) -> None:
-    """Meets the other ranks as the environment says.
-
-    Communicates: the rendezvous.
-    """
+    """Initializes the process group from the environment, and starts the heartbeat. Communicates: the rendezvous."""
     address = read_address()
     store = rendezvous(address, timeout_seconds=timeout.total_seconds())
     if device.type == "cuda" and backend != "gloo":
@@ -46,7 +43,7 @@ def start_processes(device: torch.device, backend: str | None, timeout: datetime
     atexit.register(end_processes)
     try:
         _HEARTBEATS.append(Heartbeat(store, address, timeout_seconds=timeout.total_seconds()))
-    except dist.DistError:  # the rank that keeps the store has failed already, and said why
+    except dist.DistError:  # the rank that keeps the store has failed already
         return
 
 
@@ -54,15 +51,15 @@ _HEARTBEATS: list[Heartbeat] = []
 
 
 def current_heartbeat() -> Heartbeat | None:
-    """This rank's heartbeat; None where `start_processes` did not start the processes."""
+    """This rank's heartbeat; None if another library initialized the process group."""
     return _HEARTBEATS[-1] if _HEARTBEATS and dist.is_initialized() else None
 
 
 def end_processes(error: BaseException | None = None) -> None:
-    """Lets go of what `start_processes` began, while Python still works; also when the process ends.
+    """Undoes `start_processes`; also runs at exit.
 
-    After an error that nobody caught the groups of NCCL stay as they are: to destroy them waits for peers, which may
-    wait for this rank, and what went wrong would never be told.
+    After an uncaught error NCCL's groups are not destroyed: that waits for peers, which may wait for this rank, so the
+    error would never be printed.
     """
     error = error or getattr(sys, "last_value", None)
     while _HEARTBEATS:
