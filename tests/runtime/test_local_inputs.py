@@ -8,7 +8,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardwise.runtime.axis import Axis
-from shardwise.runtime.context import SplitContext
 from shardwise.runtime.local_inputs import install_local_shapes
 
 pytestmark = pytest.mark.single
@@ -31,7 +30,7 @@ class Asks(nn.Module):
 @pytest.mark.parametrize("by_name", [False, True])
 def test_every_way_to_ask_for_the_size_tells_the_same(by_name):
     module, x = Asks(), torch.randn(2, 3, 8)
-    install_local_shapes(module, "hidden_states", SplitContext(tp=Axis("tp", size=2)))
+    install_local_shapes(module, "hidden_states", Axis("tp", size=2))
     told, others, product = module(2.0, hidden_states=x) if by_name else module(2.0, x)
     assert told == [4] * 6
     assert others == [3, 3, 8]
@@ -40,7 +39,7 @@ def test_every_way_to_ask_for_the_size_tells_the_same(by_name):
 
 def test_a_tensor_without_values_tells_it_too():
     module = Asks()
-    install_local_shapes(module, "hidden_states", SplitContext(tp=Axis("tp", size=2)))
+    install_local_shapes(module, "hidden_states", Axis("tp", size=2))
     with FakeTensorMode():
         told, others, product = module(2.0, torch.empty(2, 3, 8))
     assert told == [4] * 6

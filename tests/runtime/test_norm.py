@@ -45,7 +45,7 @@ def test_split_norms_compute_and_learn_as_the_unsplit_one_does_also_far_from_zer
         for name, parameter in whole.named_parameters():
             module.register_parameter(name, nn.Parameter(parameter.detach()[mine].clone()))
         context = SplitContext(tp=Axis("tp", group=group, size=len(sizes), coord=group.rank()))
-        apply_mixin(module, SplitNorm, _split=context, _sizes=sizes, _formula=recognise_norm(whole))
+        apply_mixin(module, SplitNorm, _axis=context.tp, _sizes=sizes, _formula=recognise_norm(whole))
         x_local = x.detach()[..., mine].requires_grad_()
         out = module(x_local)
         (out * factor[..., mine]).sum().backward()

@@ -195,7 +195,7 @@ class Scaled(Block):
     def forward(self, x, scales=None):
         out = super().forward(x)
         if self.context is not None:
-            out = note_sum(reduce_from_region(out, self.context.tp.group), self.context)
+            out = note_sum(reduce_from_region(out, self.context.tp.group), self.context, self.context.tp)
         return out * self.scale if scales else out
 
 
@@ -231,7 +231,7 @@ def test_parts_are_equal_and_join_to_the_padded_whole(length):
     x = drawn(0, ROWS, length, HIDDEN)
 
     def run(group):
-        return own_part(x, context_of(group))
+        return own_part(x, context_of(group).tp)
 
     joined = torch.cat(run_ranks(run, 4), 1)
     assert torch.equal(joined, pad(x, 1, 4))

@@ -94,6 +94,6 @@ def diagnose(beats: Sequence[Beat], now: float, *, rank: int, quiet_seconds: flo
         f"{what} took too long, though every rank is in a collective",
         at=at,
         why="\n".join(f"rank {peer} is in {beat}" for peer, beat in enumerate(beats[:8])),
-        fix="if the collectives differ, make the same calls on every rank, in the same order; if a rank may be so late,\n"
-        "raise timeout_seconds",
+        fix="if the collectives differ, make the same calls on every rank, in the same order; if a rank may be so\n"
+        "late, raise timeout_seconds",
     )

@@ -3,10 +3,10 @@
 # [Note: heartbeats]
 A collective that a rank never joins fails at the timeout of its process group, with an error that names no rank. So a
 thread of every rank writes a `Beat` into the store of the rendezvous every two seconds: a count, the training step, and
-the place in the main thread's stack. A rank that ends writes why. `diagnosis.diagnose` reads all beats when a collective
-has failed (`Heartbeat.explain`), and for a warning after half of the timeout, because NCCL's watchdog ends a process
-without an exception. The thread ends no process. A beat is one write of 130 bytes (40 microseconds), over a connection
-of its own.
+the place in the main thread's stack. A rank that ends writes why. `diagnosis.diagnose` reads all beats when a
+collective has failed (`Heartbeat.explain`), and for a warning after half of the timeout, because NCCL's watchdog ends a
+process without an exception. The thread ends no process. A beat is one write of 130 bytes (40 microseconds), over a
+connection of its own.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from shardwise.comm.agree import sum_of
 from shardwise.comm.operations import all_gather_single
+from shardwise.runtime.axis import Axis
 from shardwise.runtime.checks import check_index
-from shardwise.runtime.context import SplitContext
 
 __all__ = [
     "CHUNK_ELEMENTS",
@@ -92,7 +92,7 @@ _DEFAULTS = LossOptions()
 
 
 def split_cross_entropy(
-    logits: Tensor, target: Tensor, *, context: SplitContext, num_classes: int, options: LossOptions = _DEFAULTS
+    logits: Tensor, target: Tensor, *, axis: Axis, num_classes: int, options: LossOptions = _DEFAULTS
 ) -> Tensor:
     """Cross-entropy, computed in float32 from this rank's classes.
 
@@ -103,20 +103,18 @@ def split_cross_entropy(
     Communicates: over tp, one all-gather of three values a row and rank (four with label smoothing); nothing backward.
     """
     width = logits.shape[-1]
-    targets = _Targets.read(target.reshape(-1), width, context, num_classes, options)
-    losses: Tensor = _SplitCrossEntropy.apply(logits.reshape(target.numel(), width), targets, context)
+    targets = _Targets.read(target.reshape(-1), width, axis, num_classes, options)
+    losses: Tensor = _SplitCrossEntropy.apply(logits.reshape(target.numel(), width), targets, axis)
     return options.reduced(losses, targets.row_weight, target.shape)
 
 
-def cross_entropy_of_parts(
-    logits: Tensor, target: Tensor, *, context: SplitContext, options: LossOptions = _DEFAULTS
-) -> Tensor:
+def cross_entropy_of_parts(logits: Tensor, target: Tensor, *, axis: Axis, options: LossOptions = _DEFAULTS) -> Tensor:
     """As `split_cross_entropy`, of any number of classes that all ranks have together.
 
     Communicates: over tp, one all-reduce of one integer, and as `split_cross_entropy`.
     """
-    number = sum_of(logits.shape[-1], context.tp.group, logits.device)
-    return split_cross_entropy(logits, target, context=context, num_classes=number, options=options)
+    number = sum_of(logits.shape[-1], axis.group, logits.device)
+    return split_cross_entropy(logits, target, axis=axis, num_classes=number, options=options)
 
 
 def head_cross_entropy(
@@ -124,7 +122,7 @@ def head_cross_entropy(
     head: Head,
     target: Tensor,
     *,
-    context: SplitContext,
+    axis: Axis,
     num_classes: int,
     options: LossOptions = _DEFAULTS,
 ) -> Tensor:
@@ -135,8 +133,8 @@ def head_cross_entropy(
 
     Communicates: what `split_cross_entropy` does.
     """
-    targets = _Targets.read(target, head.weight.shape[0], context, num_classes, options)
-    losses: Tensor = _HeadCrossEntropy.apply(hidden, head.weight, head.bias, targets, context, tuple(head.steps))
+    targets = _Targets.read(target, head.weight.shape[0], axis, num_classes, options)
+    losses: Tensor = _HeadCrossEntropy.apply(hidden, head.weight, head.bias, targets, axis, tuple(head.steps))
     return options.reduced(losses, targets.row_weight, target.shape)
 
 
@@ -165,14 +163,12 @@ class _Targets:
     smoothing: float
 
     @classmethod
-    def read(
-        cls, target: Tensor, num_local: int, context: SplitContext, num_classes: int, options: LossOptions
-    ) -> _Targets:
+    def read(cls, target: Tensor, num_local: int, axis: Axis, num_classes: int, options: LossOptions) -> _Targets:
         weight, smoothing = options.weight, options.label_smoothing
         kept = target != options.ignore_index
         _check_targets(target, kept, num_classes)
-        sizes = context.tp.even_sizes(num_classes)
-        start = sum(sizes[: context.tp.coord])
+        sizes = axis.even_sizes(num_classes)
+        start = sum(sizes[: axis.coord])
         position = target - start
         ones = torch.ones(num_classes if smoothing else 0, device=target.device)
         class_weights = ones if weight is None else weight.detach().float()
@@ -248,8 +244,8 @@ _ALL = slice(None)
 
 class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: _Targets, context: SplitContext) -> Tensor:
-        losses, log_total = targets.losses(_all_gathered(targets.sums(_own_float(logits), _ALL), context))
+    def forward(ctx: Any, logits: Tensor, targets: _Targets, axis: Axis) -> Tensor:
+        losses, log_total = targets.losses(_all_gathered(targets.sums(_own_float(logits), _ALL), axis))
         # Of the vocabulary-sized tensors only the logits are kept; the softmax is recomputed in backward.
         ctx.save_for_backward(logits, log_total)
         ctx.targets = targets
@@ -269,14 +265,14 @@ class _HeadCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: _Targets,
-        context: SplitContext,
+        axis: Axis,
         steps: Steps,
     ) -> Tensor:
         chunks = _chunks(hidden.shape[0], weight.shape[0] * (1 + len(steps)))  # each step keeps something
         sums = [
             targets.sums(_own_float(_stepped(steps, F.linear(hidden[rows], weight, bias))), rows) for rows in chunks
         ]
-        losses, log_total = targets.losses(_all_gathered(torch.cat(sums, -1), context))
+        losses, log_total = targets.losses(_all_gathered(torch.cat(sums, -1), axis))
         ctx.save_for_backward(hidden, weight, bias, log_total)
         ctx.targets, ctx.steps = targets, steps
         return losses
@@ -353,12 +349,12 @@ def _own_float(values: Tensor) -> Tensor:
     return values.to(torch.float32, copy=True)
 
 
-def _all_gathered(x: Tensor, context: SplitContext) -> Tensor:
+def _all_gathered(x: Tensor, axis: Axis) -> Tensor:
     """Every rank's `x`, `[ranks, *x.shape]`."""
-    if context.tp.group is None:
+    if axis.group is None:
         return x.unsqueeze(0)
-    parts = x.new_empty(context.tp.size, *x.shape)
-    all_gather_single(parts.flatten(0, 1), x, context.tp.group)
+    parts = x.new_empty(axis.size, *x.shape)
+    all_gather_single(parts.flatten(0, 1), x, axis.group)
     return parts
 
 

@@ -168,7 +168,7 @@ class DeferredLogits(Tensor):
             self._hidden,
             replace(self._source.head, steps=steps),
             target,
-            context=self._source.context,
+            axis=self._source.context.tp,
             num_classes=self._source.num_classes,
             options=LossOptions.of(*args, **kwargs),
         )

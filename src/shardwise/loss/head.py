@@ -36,14 +36,14 @@ def install_head(head: nn.Module, vocabulary_size: int, context: SplitContext) -
     Communicates: over tp, one all-reduce of the input's gradient backward; without a loss inside one all-gather of the
     logits forward.
     """
+    axis = context.tp
 
     def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (copy_to_region(args[0], context.tp.group), *args[1:])
+        return (copy_to_region(args[0], axis.group), *args[1:])
 
     def leave(module: nn.Module, args: Any, local: Tensor) -> Tensor:
         if not context.state.keep_logits_split:
-            sizes = context.tp.even_sizes(vocabulary_size)
-            return gather_full(local, context.tp.group, dim=local.ndim - 1, sizes=sizes)
+            return gather_full(local, axis.group, dim=local.ndim - 1, sizes=axis.even_sizes(vocabulary_size))
         if context.state.loss_mode is None:
             context.state.loss_mode = SplitLossMode(context)
             context.state.loss_mode.__enter__()
@@ -69,14 +69,14 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
     """
     context.model_name = type(model).__name__
     filled: WeakSet[Cache] = WeakSet()  # by forwards of this model
+    num_parts = context.tp.size
 
     def enter(module: nn.Module, arguments: Arguments) -> None:
         for name in _MASKS:
             mask = arguments.get(name)
-            if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] > 1 and context.tp.size > 1:
+            if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] > 1 and num_parts > 1:
                 raise UnsupportedError(
-                    f"a mask for each head, {name} {list(mask.shape)} of a model that is split over "
-                    f"tp={context.tp.size}",
+                    f"a mask for each head, {name} {list(mask.shape)} of a model that is split over tp={num_parts}",
                     why="it has a mask for every head of the model, and a rank computes with its own heads alone",
                     fix="pass a mask for all heads alike [rows, 1, queries, keys], or use tp_size 1",
                 )
@@ -89,7 +89,7 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
             also["dtype of parameters"] = next(module.parameters()).dtype
             given = {name: value for name, value in arguments.items() if not isinstance(value, Cache)}
             check_same_batch(given, context, also=also)
-        if context.tp.size > 1 and torch.is_grad_enabled():
+        if num_parts > 1 and torch.is_grad_enabled():
             for name, value in arguments.items():
                 if isinstance(value, Cache):
                     _check_prefix(name, value, filled)

@@ -133,9 +133,10 @@ class SplitLogits(DTensor):
         if look.full is None:
             (placement,) = self.placements
             assert isinstance(placement, Shard)
-            sizes = look.context.tp.even_sizes(self.shape[placement.dim])
+            axis = look.context.tp
+            sizes = axis.even_sizes(self.shape[placement.dim])
             with torch.enable_grad():  # whether or not this look needs a gradient, the next one may
-                look.full = gather_full(self.to_local(), look.context.tp.group, dim=placement.dim, sizes=sizes)
+                look.full = gather_full(self.to_local(), axis.group, dim=placement.dim, sizes=sizes)
         return look.full
 
     def _detached(self) -> Tensor:

@@ -98,7 +98,7 @@ def _cross_entropy(context: SplitContext, input: DTensor, target: Tensor, *args:
     return split_cross_entropy(
         input.to_local().movedim(dim, -1),
         target,
-        context=context,
+        axis=context.tp,
         num_classes=input.shape[dim],
         options=LossOptions.of(*args, **kwargs),
     )

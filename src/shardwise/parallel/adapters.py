@@ -152,7 +152,7 @@ def _apply_adapter(
     if not isinstance(planned.placement, Split):
         _drop_alike(wrapper.lora_dropout[adapter], f"{fqn}.lora_dropout.{adapter}", context)
     elif f"{fqn}.lora_B.{adapter}.bias" in parameters:
-        apply_mixin(wrapper.lora_B[adapter], RowSplit, _split=context, _reduces=False)
+        apply_mixin(wrapper.lora_B[adapter], RowSplit, _axis=context.tp, _split=context, _reduces=False)
 
 
 def _drop_alike(dropout: nn.Module, name: str, context: SplitContext) -> None:

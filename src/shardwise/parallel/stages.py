@@ -69,7 +69,7 @@ def _note_slices(stages: Stages, registry: Registry) -> None:
     modules = dict(stages.model.named_modules())
     for fqn, (dim, num_heads) in registry.plan.inputs.items():
         owner, _, argument = fqn.rpartition(".")
-        own = functools.partial(own_slice, dim=dim, num_heads=num_heads, context=registry.context)
+        own = functools.partial(own_slice, dim=dim, num_heads=num_heads, axis=registry.context.tp)
         stages.sliced.setdefault(modules[owner], {})[argument] = own
 
 

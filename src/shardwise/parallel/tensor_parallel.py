@@ -86,9 +86,7 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> None:
         )
         split = _split_of(registry, region.fqn)
         if region.edge == "gather" and split is not None:
-            install_gathered(
-                modules[region.fqn], split.local_sizes, edge_of(context, plan.stack_of(region.fqn)), context
-            )
+            install_gathered(modules[region.fqn], split.local_sizes, edge_of(context, plan.stack_of(region.fqn)))
     apply_local_heads(modules, plan.heads)
     apply_local_attributes(modules, plan.attributes)
     apply_expert_widths(modules, plan.parameters)
@@ -113,6 +111,7 @@ def _install_outputs(model: nn.Module, plan: SplitPlan, context: SplitContext) -
         install_outputs(
             module,
             context,
+            context.tp,
             stacks=[fqn for fqn, owner in around.items() if owner == name],
             num_heads=split_heads | {count for count in counts if isinstance(count, int)},
         )
@@ -136,16 +135,16 @@ def _install_local(modules: Mapping[str, nn.Module], plan: SplitPlan, context: S
     for fqn, (dim, num_heads) in plan.inputs.items():
         owner, _, argument = fqn.rpartition(".")
         enters = not is_within(owner, (region.fqn for region in plan.regions))
-        install_sliced(modules[owner], argument, dim=dim, num_heads=num_heads, enters=enters, context=context)
+        install_sliced(modules[owner], argument, dim=dim, num_heads=num_heads, enters=enters, axis=context.tp)
     for fqn in sorted(plan.local_sizes):
         owner, _, argument = fqn.rpartition(".")
-        install_local_shapes(modules[owner], argument, context)
+        install_local_shapes(modules[owner], argument, context.tp)
     added: dict[str, list[str]] = {}
     for fqn in plan.added:
         owner, _, name = fqn.rpartition(".")
         added.setdefault(owner, []).append(name)
     for owner, names in added.items():
-        install_shares(modules[owner], tuple(names), context)
+        install_shares(modules[owner], tuple(names), context.tp)
 
 
 def _apply_style(module: nn.Module, name: str, registry: Registry, *, leave: RegionExit | None) -> None:
@@ -159,11 +158,11 @@ def _apply_style(module: nn.Module, name: str, registry: Registry, *, leave: Reg
     elif split is None:
         return  # a bare parameter's rule: its module computes with it as it is
     elif style == "norm_split":
-        apply_mixin(module, SplitNorm, _split=context, _sizes=split.local_sizes, _formula=plan.norms[name])
+        apply_mixin(module, SplitNorm, _axis=context.tp, _sizes=split.local_sizes, _formula=plan.norms[name])
     elif style == "embedding_rowwise":
         _split_vocabulary(module, split, context)
     elif style == "embedding_colwise":
-        apply_mixin(module, SplitEmbedding, _split=context, _sizes=split.local_sizes)
+        apply_mixin(module, SplitEmbedding, _axis=context.tp, _sizes=split.local_sizes)
     elif style in ("rowwise", "rowwise_reenter", "rowwise_split_input"):
         bias = None if type(module).forward is nn.Linear.forward else BiasRead()
         if bias is not None and unwrapped(module)._parameters.get("bias") is not None:
@@ -173,6 +172,7 @@ def _apply_style(module: nn.Module, name: str, registry: Registry, *, leave: Reg
             RowSplit,
             _bias=bias,
             _adapts=name in plan.weights,
+            _axis=context.tp,
             _split=context,
             _reduces=leave is not None,
             _leave=leave,
@@ -188,7 +188,7 @@ def _split_vocabulary(module: nn.Module, split: Split, context: SplitContext) ->
     padding = getattr(embedding, "padding_idx", None)
     if padding is not None:
         setattr(embedding, "padding_idx", padding - start if start <= padding < start + rows else None)  # noqa: B010
-    apply_mixin(module, SplitEmbedding, _split=context, _start=start, _vocabulary_size=split.size)
+    apply_mixin(module, SplitEmbedding, _axis=context.tp, _start=start, _vocabulary_size=split.size)
 
 
 def fit_sizes(module: nn.Module, weight: Tensor | None) -> None:

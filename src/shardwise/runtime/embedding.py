@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.comm.collectives import gather_full, reduce_from_region
+from shardwise.runtime.axis import Axis
 from shardwise.runtime.checks import check_index
-from shardwise.runtime.context import SplitContext
 
 __all__ = ["SplitEmbedding"]
 
@@ -22,7 +22,7 @@ class SplitEmbedding:
     backward.
     """
 
-    _split: SplitContext
+    _axis: Axis
     _sizes: tuple[int, ...] | None = None  # of features on each rank; None: rows are split
     _start: int
     _vocabulary_size: int
@@ -36,7 +36,7 @@ class SplitEmbedding:
         look_up: Callable[..., Tensor] = super().forward  # type: ignore[misc]
         if self._sizes is not None:
             values = look_up(ids, **options)
-            return gather_full(values, self._split.tp.group, dim=values.ndim - 1, sizes=self._sizes)
+            return gather_full(values, self._axis.group, dim=values.ndim - 1, sizes=self._sizes)
         self._check_ids(ids)
         weight: Tensor = self.weight  # type: ignore[attr-defined]
         local = ids - self._start
@@ -45,7 +45,7 @@ class SplitEmbedding:
             values = weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum()
         else:
             values = look_up(local.masked_fill(outside, 0), **options).masked_fill(outside.unsqueeze(-1), 0)
-        return reduce_from_region(values, self._split.tp.group)
+        return reduce_from_region(values, self._axis.group)
 
     def _check_ids(self, ids: Tensor) -> None:
         # Outside ids are somebody else's rows here, so an id of no rank would come back as silent zeros.

@@ -61,11 +61,12 @@ class GradientFactor:
 
 
 class Sum(NamedTuple):
-    """A sum over ranks inside of a region, its version when it was made, and what its gradient is multiplied by."""
+    """A sum over `num_ranks` inside of a region, its version when it was made, and the factor of its gradient."""
 
     x: torch.Tensor
     version: int
     factor: GradientFactor | None
+    num_ranks: int
 
 
 @dataclass

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.collectives import copy_to_region, reduce_from_region, split_full
 from shardwise.runtime.adapters import unwrapped
+from shardwise.runtime.axis import Axis
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.region_edges import RegionExit, note_sum
 
@@ -59,6 +60,7 @@ class RowSplit:
     reduces at its output. Where the region continues with the sum, one all-reduce in each direction.
     """
 
+    _axis: Axis
     _split: SplitContext
     _reduces: bool
     _leave: RegionExit
@@ -71,32 +73,30 @@ class RowSplit:
         """Args: x `[..., in]`, per rank `[..., in / tp]`; options: of the forward of PEFT's adapters. Returns
         `[..., out]`.
         """
-        context, module = self._split, cast(nn.Module, self)
+        context, axis, module = self._split, self._axis, cast(nn.Module, self)
         linear = unwrapped(module) if self._adapts else module
         if self._input_sizes is not None:
             if self._adapts:
                 context.fork_rng("region", module)  # what is dropped is this rank's own input
-            x = split_full(x, context.tp.group, dim=x.ndim - 1, sizes=self._input_sizes)
+            x = split_full(x, axis.group, dim=x.ndim - 1, sizes=self._input_sizes)
         bias: Tensor | None = getattr(linear, "bias", None)
         if not self._reduces:
-            if bias is not None and context.tp.coord:
+            if bias is not None and axis.coord:
                 bias = bias * 0  # the first rank adds it; here it keeps its place in the graph
             return self._product(x, bias, **options)
         if self._reenters:
-            out = copy_to_region(
-                reduce_from_region(self._product(x, None, **options), context.tp.group), context.tp.group
-            )
+            out = copy_to_region(reduce_from_region(self._product(x, None, **options), axis.group), axis.group)
             return out if bias is None else out + bias
         drops = context.has_dropout and self.training  # type: ignore[attr-defined]
         out = self._leave(self._product(x, None, **options), context, drops=drops)
         context.restore_rng("region")  # what the module drops after this is full again
-        return note_sum(out if bias is None else out + bias, context)
+        return note_sum(out if bias is None else out + bias, context, axis)
 
     def _product(self, x: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
         """The product of this rank's features, with `bias`: the linear's own, or what stands in its place."""
         if self._bias is None:
             return F.linear(x, self.weight, bias)  # type: ignore[attr-defined]
-        factor = None if self._reduces else 0 if self._split.tp.coord else 1
+        factor = None if self._reduces else 0 if self._axis.coord else 1
         with self._bias.times(factor):
             return super().forward(x, **options)  # type: ignore[misc]
 

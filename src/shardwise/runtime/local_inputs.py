@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.comm.collectives import copy_to_region
 from shardwise.runtime.arguments import change_arguments
-from shardwise.runtime.context import SplitContext
+from shardwise.runtime.axis import Axis
 from shardwise.runtime.reading import read_in_forward
 
 __all__ = ["install_local_shapes", "install_shares", "install_sliced", "own_slice"]
@@ -24,9 +24,7 @@ __all__ = ["install_local_shapes", "install_shares", "install_sliced", "own_slic
 _KEEPING = frozenset({"transpose", "permute", "contiguous"})
 
 
-def install_sliced(
-    module: nn.Module, argument: str, *, dim: int, num_heads: int, enters: bool, context: SplitContext
-) -> None:
+def install_sliced(module: nn.Module, argument: str, *, dim: int, num_heads: int, enters: bool, axis: Axis) -> None:
     """Gives `module` its own part of an input: of features, its last dim, a run; along another `dim`, its heads.
 
     Heads stand in the dim once, or in a row for every sequence.
@@ -36,26 +34,26 @@ def install_sliced(
     """
 
     def own_part(x: Tensor) -> Tensor:
-        return own_slice(copy_to_region(x, context.tp.group) if enters else x, dim, num_heads, context)
+        return own_slice(copy_to_region(x, axis.group) if enters else x, dim, num_heads, axis)
 
     change_arguments(module, [argument], own_part)
 
 
-def own_slice(x: Tensor, dim: int, num_heads: int, context: SplitContext) -> Tensor:
+def own_slice(x: Tensor, dim: int, num_heads: int, axis: Axis) -> Tensor:
     """This rank's part of an input, see `install_sliced`. Communicates nothing."""
     if dim == x.ndim - 1:
-        sizes = context.tp.even_sizes(x.shape[dim])
-        return x.narrow(dim, sum(sizes[: context.tp.coord]), sizes[context.tp.coord])
+        sizes = axis.even_sizes(x.shape[dim])
+        return x.narrow(dim, sum(sizes[: axis.coord]), sizes[axis.coord])
     if x.shape[dim] % num_heads:
         return x  # one for all heads
-    own = num_heads // context.tp.size
+    own = num_heads // axis.size
     heads = x.unflatten(dim, (-1, num_heads))
-    return heads.narrow(dim + 1, context.tp.coord * own, own).flatten(dim, dim + 1)
+    return heads.narrow(dim + 1, axis.coord * own, own).flatten(dim, dim + 1)
 
 
-def install_local_shapes(module: nn.Module, argument: str, context: SplitContext) -> None:
+def install_local_shapes(module: nn.Module, argument: str, axis: Axis) -> None:
     """Makes the input called `argument` report 1 / tp of the size of its last dim to `module`."""
-    change_arguments(module, [argument], lambda x: _with_local_size(x, x.shape[-1] // context.tp.size))
+    change_arguments(module, [argument], lambda x: _with_local_size(x, x.shape[-1] // axis.size))
 
 
 class _LocalShapeTensor(Tensor):
@@ -99,10 +97,9 @@ def _with_local_size(x: Tensor, size: int) -> Tensor:
     return x_local
 
 
-def install_shares(module: nn.Module, names: tuple[str, ...], context: SplitContext) -> None:
+def install_shares(module: nn.Module, names: tuple[str, ...], axis: Axis) -> None:
     """Lets `module` compute with this rank's share, 1 / tp, of the parameters that it adds to partial sums.
 
     The parameters stay what they are; only the forward sees the shares, so gradients are partial.
     """
-    size = context.tp.size
-    read_in_forward(module, names, lambda parameter: parameter / size)
+    read_in_forward(module, names, lambda parameter: parameter / axis.size)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import copy_to_region, gather_to_region, reduce_from_region
 from shardwise.errors import UnsupportedError
 from shardwise.plan.decision import NormFormula
-from shardwise.runtime.context import SplitContext
+from shardwise.runtime.axis import Axis
 
 __all__ = ["SplitNorm", "compute_norm", "epsilon_of", "moments_of", "recognise_norm"]
 
@@ -68,7 +68,7 @@ class SplitNorm:
     norm one all-gather of two values a token forward, and one reduce-scatter backward.
     """
 
-    _split: SplitContext
+    _axis: Axis
     _sizes: tuple[int, ...]
     _formula: NormFormula
 
@@ -83,7 +83,7 @@ class SplitNorm:
         would lose all digits where the mean is large.
         Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979)
         """
-        group, size = self._split.tp.group, sum(self._sizes)
+        group, size = self._axis.group, sum(self._sizes)
         if not centered:
             summed = values.pow(2).sum(-1, keepdim=True)
             return None, copy_to_region(reduce_from_region(summed, group), group) / size

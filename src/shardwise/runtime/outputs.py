@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.collectives import gather_full
 from shardwise.errors import UnsupportedError
+from shardwise.runtime.axis import Axis
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.sequence_edges import cut
 
@@ -24,6 +25,7 @@ __all__ = ["install_outputs", "map_fields"]
 def install_outputs(
     module: nn.Module,
     context: SplitContext,
+    axis: Axis,
     *,
     stacks: Collection[str],
     num_heads: Collection[int],
@@ -46,8 +48,8 @@ def install_outputs(
 
         def full(name: str, x: Tensor) -> Tensor:
             if x.ndim == 4 or "attention" in name:
-                return _full_attention(name, x, num_heads, context)
-            return _full_hidden(x, lengths, context) if x.ndim == 3 and x.is_floating_point() else x
+                return _full_attention(name, x, num_heads, axis)
+            return _full_hidden(x, lengths, axis) if x.ndim == 3 and x.is_floating_point() else x
 
         def change(name: str, value: Any) -> Any:
             is_tuple = type(value) is tuple and any(isinstance(each, Tensor) for each in value)
@@ -71,32 +73,32 @@ def map_fields(output: Any, change: Callable[[str, Any], Any]) -> Any:
     return tuple(change("", value) for value in output) if type(output) is tuple else change("", output)
 
 
-def _full_attention(name: str, x: Tensor, num_heads: Collection[int], context: SplitContext) -> Tensor:
+def _full_attention(name: str, x: Tensor, num_heads: Collection[int], axis: Axis) -> Tensor:
     """All heads of attention weights `[batch, heads, queries, keys]`."""
     here = x.shape[1] if x.ndim == 4 else 0
-    is_full, is_part = here in num_heads, here * context.tp.size in num_heads
+    is_full, is_part = here in num_heads, here * axis.size in num_heads
     if is_part != is_full:
-        return gather_full(x, context.tp.group, dim=1, sizes=(here,) * context.tp.size) if is_part else x
+        return gather_full(x, axis.group, dim=1, sizes=(here,) * axis.size) if is_part else x
     if num_heads and (is_part or "attentions" in name):
         raise UnsupportedError(
             f"nothing says whether {name or 'weights'} {list(x.shape)} are those of all heads",
-            why=f"there are {', '.join(map(str, sorted(num_heads)))} heads, a rank has 1 / {context.tp.size} of them",
+            why=f"there are {', '.join(map(str, sorted(num_heads)))} heads, a rank has 1 / {axis.size} of them",
             fix="leave out output_attentions, or use tp_size 1",
         )
     return x
 
 
-def _full_hidden(x: Tensor, lengths: Collection[int], context: SplitContext) -> Tensor:
+def _full_hidden(x: Tensor, lengths: Collection[int], axis: Axis) -> Tensor:
     """All of the sequence of a hidden state `[batch, sequence, hidden]`."""
     here = x.shape[1]
-    of_part = {length for length in lengths if here == -(-length // context.tp.size)}
+    of_part = {length for length in lengths if here == -(-length // axis.size)}
     if not of_part:
         return x
     if len(of_part | {here} & set(lengths)) > 1 or (of_part == {here} and x.requires_grad):
         raise UnsupportedError(
             f"nothing says whether a hidden state {list(x.shape)} is all of its sequence",
-            why=f"the sequences have lengths {sorted(lengths)}, and a rank has 1 / {context.tp.size} of them",
+            why=f"the sequences have lengths {sorted(lengths)}, and a rank has 1 / {axis.size} of them",
             fix="leave out output_hidden_states, or sequence_parallel",
         )
-    full = gather_full(x, context.tp.group, dim=1, sizes=(here,) * context.tp.size)
+    full = gather_full(x, axis.group, dim=1, sizes=(here,) * axis.size)
     return cut(full, 1, of_part.pop())  # of a single token the first rank has all, and the others padding

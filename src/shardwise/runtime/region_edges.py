@@ -35,6 +35,7 @@ from shardwise.comm.collectives import (
 from shardwise.comm.operations import uses_functional
 from shardwise.errors import PlanError
 from shardwise.runtime.arguments import Arguments, edit_arguments, hidden_name, map_first
+from shardwise.runtime.axis import Axis
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.forward_state import GradientFactor, Sum
 from shardwise.runtime.sequence_edges import cut, own_part, pad, sequence_dim
@@ -58,6 +59,7 @@ class TensorEdge:
     stack: str | None = None
 
     def __init__(self, context: SplitContext) -> None:
+        self.axis = context.tp
         self._context = context
 
     def enter(self, x: Tensor, region: str = "") -> Tensor:
@@ -65,18 +67,18 @@ class TensorEdge:
 
         Communicates: over tp, nothing forward and one all-reduce of the gradient backward.
         """
-        return copy_to_region(x, self._context.tp.group)
+        return copy_to_region(x, self.axis.group)
 
     def view(self, x: Tensor) -> Tensor:
         """The region's view of another input that has the sequence dim of the hidden states, which have entered."""
-        return copy_to_region(x, self._context.tp.group) if x.is_floating_point() else x
+        return copy_to_region(x, self.axis.group) if x.is_floating_point() else x
 
     def leave(self, x: Tensor) -> Tensor:
         """The sum of the ranks' partial results `x`, which are full in the sequence.
 
         Communicates: over tp, one all-reduce forward and nothing backward.
         """
-        return reduce_from_region(x, self._context.tp.group)
+        return reduce_from_region(x, self.axis.group)
 
     def outside(self, x_full: Tensor) -> Tensor:
         """What stands outside of the region of a tensor that all ranks have in full."""
@@ -117,19 +119,19 @@ class SequenceEdge(TensorEdge):
         if x.ndim == 2 and context.state.rows:  # flattened inside: the parts are parts of every sequence all the same
             return self.leave(x.unflatten(0, (context.state.rows, -1))).flatten(0, 1)
         dim = sequence_dim(x)
-        return scatter_from_region(pad(x, dim, context.tp.size), context.tp.group, dim=dim)
+        return scatter_from_region(pad(x, dim, self.axis.size), self.axis.group, dim=dim)
 
     def outside(self, x_full: Tensor) -> Tensor:
         """This rank's part of the sequence."""
-        return own_part(x_full, self._context)
+        return own_part(x_full, self.axis)
 
     def shape(self, x: Tensor) -> tuple[int, ...]:
         """As `TensorEdge.shape`: that of a part of the sequence."""
         shape, rows = list(x.shape), self._context.state.rows
         if x.ndim == 2 and rows:
-            shape[0] = rows * -(-shape[0] // rows // self._context.tp.size)
+            shape[0] = rows * -(-shape[0] // rows // self.axis.size)
         else:
-            shape[sequence_dim(x)] = -(-shape[sequence_dim(x)] // self._context.tp.size)
+            shape[sequence_dim(x)] = -(-shape[sequence_dim(x)] // self.axis.size)
         return tuple(shape)
 
     def _length(self) -> int:
@@ -138,18 +140,17 @@ class SequenceEdge(TensorEdge):
 
     def _gather(self, x: Tensor, dim: int) -> Tensor:
         """All of the sequence of `x`, whose gradient inside the region is partial."""
-        context = self._context
         if x.is_floating_point():
-            x_full = gather_to_region(x, context.tp.group, dim=dim)
+            x_full = gather_to_region(x, self.axis.group, dim=dim)
         else:
-            x_full = all_gather_padded(x, context.tp.group, sizes=(x.shape[dim],) * context.tp.size, dim=dim)
+            x_full = all_gather_padded(x, self.axis.group, sizes=(x.shape[dim],) * self.axis.size, dim=dim)
         return cut(x_full, dim, self._length()) if dim == 1 else x_full
 
     def _check_part(self, x: Tensor, region: str) -> None:
         """Raises `PlanError` where a region is not entered with this rank's part of the sequence: ranks that hold other
         tokens would exchange other numbers of them, or meet in other collectives.
         """
-        part = -(-self._length() // self._context.tp.size)
+        part = -(-self._length() // self.axis.size)
         expected = self._context.state.stack_rows * part if x.ndim == 2 else part
         given = x.shape[sequence_dim(x)]
         if given != expected and not torch.compiler.is_compiling():
@@ -192,7 +193,7 @@ class RegionExit:
         return self.edge.leave(x)
 
 
-def note_sum(x: Tensor, context: SplitContext) -> Tensor:
+def note_sum(x: Tensor, context: SplitContext, axis: Axis) -> Tensor:
     """Notes that `x` is full, not partial: the sum that a row-split linear puts out, or an input that does not enter
     the region (see [Note: after the sum]).
     """
@@ -200,11 +201,11 @@ def note_sum(x: Tensor, context: SplitContext) -> Tensor:
     if sums is None or not x.requires_grad:
         return x
     if torch.compiler.is_compiling():  # a graph cannot change what it has passed
-        x = scale_gradient(x, context.tp.size)
-        sums.append(Sum(x, 0, None))
+        x = scale_gradient(x, axis.size)
+        sums.append(Sum(x, 0, None, axis.size))
         return x
     factor = GradientFactor()
-    sums.append(Sum(x, x._version, factor))
+    sums.append(Sum(x, x._version, factor, axis.size))
     x.register_hook(factor)
     return x
 
@@ -214,14 +215,14 @@ def _ends_with(x: Any, sums: Sequence[Sum]) -> bool:
     return len(sums) == 1 and sums[0].factor is not None and sums[0].x is x and sums[0].version == x._version
 
 
-def _after_sums(x: Tensor, sums: Sequence[Sum], size: int) -> Tensor:
+def _after_sums(x: Tensor, sums: Sequence[Sum]) -> Tensor:
     """What a region puts out after its `sums`."""
     if _ends_with(x, sums):
         return x
     for each in sums:
         if each.factor is not None:
-            each.factor.value = size
-    return scale_gradient(x, 1 / size)
+            each.factor.value = each.num_ranks
+    return scale_gradient(x, 1 / sums[0].num_ranks)
 
 
 def with_own_sums(own: Callable[..., Any], context: SplitContext, args: Any, kwargs: Any) -> Any:
@@ -234,7 +235,7 @@ def with_own_sums(own: Callable[..., Any], context: SplitContext, args: Any, kwa
     context.state.sums = []
     output = own(*args, **kwargs)
     sums, context.state.sums = context.state.sums, around
-    return map_first(output, lambda x: _after_sums(x, sums, context.tp.size)) if sums else output
+    return map_first(output, lambda x: _after_sums(x, sums)) if sums else output
 
 
 def install_region(
@@ -299,6 +300,7 @@ class _EndCheck:
     """
 
     def __init__(self, context: SplitContext) -> None:
+        self.axis = context.tp
         self._context = context
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _EndCheck:
@@ -325,7 +327,7 @@ class _EndCheck:
             module.__dict__[_ENDS].add(module.__dict__[_CALL])
             module._forward_hooks.pop(next(key for key, hook in module._forward_hooks.items() if hook is self))
             return None
-        return map_first(output, lambda x: _after_sums(x, sums, context.tp.size))
+        return map_first(output, lambda x: _after_sums(x, sums))
 
 
 def _first(output: Any) -> Any:
@@ -344,7 +346,7 @@ def _enter_inputs(
 
     def entered(slot: str, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
         """`x` changed, shared with other regions that are given it (see [Note: entered once])."""
-        if context.tp.group is None or uses_functional(context.tp.group):
+        if edge.axis.group is None or uses_functional(edge.axis.group):
             return change(x)  # a graph, or its recomputation, communicates the same whatever ran before
         # The same tensor may enter as a part of the sequence here and as it is there: those are different entries.
         return context.state.entered.get_or_enter((slot, edge.stack), x, change)
@@ -356,11 +358,11 @@ def _enter_inputs(
         if name == hidden or not isinstance(value, Tensor):
             continue
         if name in residual_inputs:
-            arguments[name] = note_sum(value.view_as(value), context)
+            arguments[name] = note_sum(value.view_as(value), context, edge.axis)
         elif name in parts:
             arguments[name] = entered(f"part {name}", value, edge.view)
         elif value.is_floating_point():  # no part of the sequence
-            arguments[name] = entered(f"full {name}", value, lambda x: copy_to_region(x, context.tp.group))
+            arguments[name] = entered(f"full {name}", value, lambda x: copy_to_region(x, edge.axis.group))
 
 
 def install_reduced(module: nn.Module, edge: TensorEdge, context: SplitContext) -> None:
@@ -373,13 +375,13 @@ def install_reduced(module: nn.Module, edge: TensorEdge, context: SplitContext) 
     module.register_forward_hook(leave)
 
 
-def install_gathered(module: nn.Module, sizes: tuple[int, ...], edge: TensorEdge, context: SplitContext) -> None:
+def install_gathered(module: nn.Module, sizes: tuple[int, ...], edge: TensorEdge) -> None:
     """Makes a column-split linear return its full output: all-gather forward, own slice backward.
 
     Under sequence parallelism it is given the full sequence, and returns this rank's part.
     """
 
     def leave(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return edge.outside(gather_full(output, context.tp.group, dim=output.ndim - 1, sizes=sizes))
+        return edge.outside(gather_full(output, edge.axis.group, dim=output.ndim - 1, sizes=sizes))
 
     module.register_forward_hook(leave)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.collectives import gather_full, split_full
 from shardwise.runtime.arguments import change_arguments, change_hidden, map_first
+from shardwise.runtime.axis import Axis
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.forward_state import ends_missing
 
@@ -30,15 +31,16 @@ def install_stack(layers: nn.ModuleList, stack: str, context: SplitContext) -> N
 
     Communicates: over tp, one all-gather where the layers end, and one of the gradient where they begin.
     """
+    axis = context.tp
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
         length, context.state.open_stack = context.state.length_of(stack), None
-        return map_first(output, lambda x: _gather_sequence(x, length, context))
+        return map_first(output, lambda x: _gather_sequence(x, length, axis))
 
     def enter(x: Tensor) -> Tensor:
         context.state.open_stack = stack
         context.state.stack_rows, context.state.lengths[stack] = x.shape[:2]
-        return own_part(x, context)
+        return own_part(x, axis)
 
     change_hidden(layers[0], enter)
     for layer in layers if context.has_dropout else ():
@@ -77,7 +79,8 @@ def install_owner(owner: nn.Module, stack: str, context: SplitContext) -> None:
 
 def install_parts(layer: nn.Module, names: Collection[str], context: SplitContext) -> None:
     """Gives a layer of a stack this rank's part of the sequence of the inputs called `names`."""
-    change_arguments(layer, names, lambda x: own_part(x, context))
+    axis = context.tp
+    change_arguments(layer, names, lambda x: own_part(x, axis))
 
 
 def install_full(module: nn.Module, fqn: str, stack: str, context: SplitContext) -> None:
@@ -85,14 +88,15 @@ def install_full(module: nn.Module, fqn: str, stack: str, context: SplitContext)
 
     Communicates: over tp, one all-gather of its input forward, and one of its output's gradient backward.
     """
+    axis = context.tp
 
     def enter(x: Tensor) -> Tensor:
         context.fork_rng("full_sequence", module, replicated=fqn)
-        return _gather_sequence(x, context.state.length_of(stack), context)
+        return _gather_sequence(x, context.state.length_of(stack), axis)
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
         context.restore_rng("full_sequence")
-        return output if output is None else map_first(output, lambda x: own_part(x, context))
+        return output if output is None else map_first(output, lambda x: own_part(x, axis))
 
     change_hidden(module, enter)
     module.register_forward_hook(leave, always_call=context.has_dropout)
@@ -111,15 +115,15 @@ def _install_rng(layer: nn.Module, context: SplitContext) -> None:
     layer.register_forward_hook(leave, always_call=True)
 
 
-def own_part(x: Tensor, context: SplitContext) -> Tensor:
+def own_part(x: Tensor, axis: Axis) -> Tensor:
     """This rank's part of the sequence of `x` `[batch, sequence, ...]` or `[tokens, hidden]`, padded as they are."""
     dim = sequence_dim(x)
-    padded = pad(x, dim, context.tp.size)
-    return split_full(padded, context.tp.group, dim=dim, sizes=context.tp.even_sizes(padded.shape[dim]))
+    padded = pad(x, dim, axis.size)
+    return split_full(padded, axis.group, dim=dim, sizes=axis.even_sizes(padded.shape[dim]))
 
 
-def _gather_sequence(x: Tensor, length: int, context: SplitContext) -> Tensor:
-    return cut(gather_full(x, context.tp.group, dim=1, sizes=(x.shape[1],) * context.tp.size), 1, length)
+def _gather_sequence(x: Tensor, length: int, axis: Axis) -> Tensor:
+    return cut(gather_full(x, axis.group, dim=1, sizes=(x.shape[1],) * axis.size), 1, length)
 
 
 def sequence_dim(x: Tensor) -> int:

@@ -77,6 +77,7 @@ class SplitModule(nn.Module):
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
         self._split = SplitContext.of(mesh)
+        self._axis = self._split.tp
         self._provisional = Registry(
             mesh=mesh, plan=SplitPlan(shape=mesh.shape, parameters={}), context=self._split, local_state=True
         )

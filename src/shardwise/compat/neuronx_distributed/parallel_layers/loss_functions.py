@@ -7,7 +7,7 @@ from torch import Tensor
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.errors import ConfigError
 from shardwise.loss.cross_entropy import LossOptions, cross_entropy_of_parts
-from shardwise.runtime.context import SplitContext
+from shardwise.runtime.axis import Axis
 
 __all__ = ["parallel_cross_entropy"]
 
@@ -33,6 +33,4 @@ def parallel_cross_entropy(
     if not 0 <= label_smoothing <= 1:
         raise ConfigError(f"label_smoothing is {label_smoothing!r}", fix="use a number from 0 to 1")
     options = LossOptions(reduction="none", ignore_index=ignore_index, label_smoothing=label_smoothing)
-    return cross_entropy_of_parts(
-        vocab_parallel_logits, target, context=SplitContext.of(current_mesh()), options=options
-    )
+    return cross_entropy_of_parts(vocab_parallel_logits, target, axis=Axis.of(current_mesh(), "tp"), options=options)
