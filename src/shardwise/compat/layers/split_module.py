@@ -77,13 +77,16 @@ class SplitModule(nn.Module):
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
         self._split = SplitContext.of(mesh)
-        self._axis = self._split.tp
         self._provisional = Registry(
             mesh=mesh, plan=SplitPlan(shape=mesh.shape, parameters={}), context=self._split, local_state=True
         )
         self.placements: dict[str, Split] = {}
         self._draw: Callable[[], Mapping[str, Tensor | None]] = dict
         self.register_load_state_dict_pre_hook(take_parts)
+
+    @property
+    def _axis(self) -> Axis:
+        return self._split.tp  # another one while `running_alone`
 
     def start(
         self,

@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from shardwise.api.device_meshes import adopt_device_mesh
 from shardwise.api.prepare import prepare
+from shardwise.compat.nemo_automodel.distributed.device_meshes import adopt_device_mesh
 from shardwise.compat.nemo_automodel.distributed.styles import (
     declared_styles,
     hf_plan,

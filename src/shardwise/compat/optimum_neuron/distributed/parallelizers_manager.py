@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from shardwise.api.support import Support, find_support
 from shardwise.compat.optimum_neuron.distributed.base import Parallelizer
+from shardwise.compat.optimum_neuron.distributed.support import Support, find_support
 from shardwise.errors import UnsupportedError, did_you_mean
 
 __all__ = ["ParallelizersManager"]
