@@ -11,8 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import shardwise
-from shardwise.errors import LoadError, RankError, UnsupportedError
-from shardwise.lightning.checkpoint import HeldByRanks
+from shardwise.errors import LoadError, RankError
 from shardwise.ranks.spawn import spawn
 from tests.lightning.modules import Automatic, Evaluated, loader, trainer, unsplit_curve
 
@@ -106,5 +105,3 @@ def test_weights_alone_and_what_is_no_checkpoint(tmp_path):
         trainer("tp1").validate(Evaluated(), loader(num_rows=4), ckpt_path=str(tmp_path / "file.ckpt"))
     run.strategy.remove_checkpoint(tmp_path / "all.ckpt")
     assert not (tmp_path / "all.ckpt").exists()
-    with pytest.raises(UnsupportedError, match="ranks hold parts"):
-        HeldByRanks()["model.weight"]

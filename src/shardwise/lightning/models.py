@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import ModelSummary, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -35,22 +35,13 @@ def note_spec(model: nn.Module, spec: ParallelSpec) -> None:
 
 
 def check_callbacks(callbacks: Sequence[Any], shape: MeshShape) -> None:
-    """Raises `UnsupportedError` for callbacks of Lightning's that average weights in a copy of the unsplit module, or
-    look into modules of which ranks have parts.
-    """
+    """Raises `UnsupportedError` for callbacks of Lightning's that average weights in a copy of the unsplit module."""
     found = [type(each).__name__ for each in callbacks if isinstance(each, StochasticWeightAveraging | WeightAveraging)]
     if found and shape.world_size > 1:
         raise UnsupportedError(
             f"the callback {found[0]} over {shape}",
             why="it copies the module before it is split, and averages this rank's parts into full tensors",
             fix="average them in a callback of your own, which clones self.model's parameters in on_fit_start",
-        )
-    deep = [each for each in callbacks if isinstance(each, ModelSummary) and each._max_depth not in (0, 1)]
-    if deep and shape.tp_size > 1:
-        raise UnsupportedError(
-            f"{type(deep[0]).__name__}(max_depth={deep[0]._max_depth}) over {shape}",
-            why="it hooks every module to see what it is given, and some are given a rank's part",
-            fix="use max_depth=1, and `shardwise plan` for what each rank holds",
         )
 
 
@@ -144,21 +135,18 @@ def _is_training(model: nn.Module) -> bool:
 
 
 def _check_one_trained(module: nn.Module, roots: Sequence[nn.Module]) -> None:
-    """Raises `UnsupportedError` unless the first model alone is trained, as teachers and judges beside it are not."""
+    """Raises `UnsupportedError` where another model than the first is trained: the gradients' and checkpoints' names
+    are those of the first, and teachers and judges behind it are frozen.
+    """
     trained = [root for root in roots if any(entry_of(value) and value.requires_grad for value in root.parameters())]
     names = {id(each): name for name, each in module.named_modules()}
-    if len(trained) > 1:
+    if trained[1:] or (trained and trained[0] is not roots[0]):
         raise UnsupportedError(
-            f"{len(trained)} split models in one {type(module).__name__} that are all trained: "
-            + ", ".join(names[id(root)] for root in trained),
-            why="losses are weighted, gradients clipped and checkpoints named for one of them",
-            fix="freeze the others (requires_grad_(False)), or train each in a LightningModule of its own",
-        )
-    if trained and trained[0] is not roots[0]:
-        raise UnsupportedError(
-            f"the frozen model {names[id(roots[0])]} before the trained {names[id(trained[0])]}",
-            why=f"the first one's names are those of a {type(module).__name__}'s checkpoints",
-            fix="assign the one that is trained first",
+            f"{type(module).__name__} trains {', '.join(names[id(root)] for root in trained)} of the split models "
+            + ", ".join(names[id(root)] for root in roots),
+            why="losses are weighted, gradients clipped and checkpoints named for the first one alone",
+            fix="assign the trained model first, and freeze the others (requires_grad_(False)) or train each in a "
+            "LightningModule of its own",
         )
 
 
@@ -169,20 +157,9 @@ def _check_root(root: nn.Module, mesh: Mesh, spec: ParallelSpec) -> None:
             f"{type(root).__name__} is split over {shape}, and the strategy's layout is {mesh.shape}",
             fix="split it over self.trainer.strategy.mesh, or export it and load it again",
         )
-    if any(value.is_meta for value in root.parameters()):
-        raise ConfigError(
-            f"{type(root).__name__} has no values: it was built on the meta device",
-            fix="load it with self.trainer.strategy.load(...)",
-        )
     if spec != (known or ParallelSpec()):
         raise ConfigError(
             f"{type(root).__name__} was split with other options than the strategy's",
-            why=f"the strategy's are {_shown(spec)}\nthe model's are {_shown(known) if known else 'not those'}",
+            why=f"the strategy's are {spec}\nthe model's are {known or 'those of shardwise.load'}",
             fix="load it with self.trainer.strategy.load(...), which uses them, or give them to shardwise.load alone",
         )
-
-
-def _shown(spec: ParallelSpec) -> str:
-    plain = vars(ParallelSpec())
-    chosen = [f"{name}={value!r}" for name, value in vars(spec).items() if value != plain[name]]
-    return ", ".join(chosen) or "the default ones"

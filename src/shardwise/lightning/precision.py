@@ -37,7 +37,6 @@ class ShardwisePrecision(LightningPrecision):
     def __init__(self, dtypes: Precision | None = None) -> None:
         super().__init__()
         self.dtypes = dtypes
-        self.precision = _flag_of(dtypes)
 
     def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         """Clips the gradients of the optimizer's parameters to a norm, which is that over all ranks.
@@ -86,9 +85,3 @@ def read_precision(plugin: Any, own: Precision | None) -> ShardwisePrecision:
             fix="say it in one place",
         )
     return ShardwisePrecision(own if theirs is None else theirs)
-
-
-def _flag_of(dtypes: Precision | None) -> Any:
-    """Lightning's flag that comes closest, which loggers and messages show."""
-    known = {(each.params, each.compute): flag for flag, each in _MEANING.items()}
-    return known.get((dtypes.params, dtypes.compute), "32-true") if dtypes is not None else "32-true"

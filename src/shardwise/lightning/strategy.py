@@ -17,15 +17,15 @@ from torch.utils.data import DataLoader
 
 from shardwise.api.building import load
 from shardwise.errors import MeshError
-from shardwise.lightning.accumulation import Window, check_untouched, gradient_versions
+from shardwise.lightning.accumulation import Window
 from shardwise.lightning.checkpoint import SavesParts
 from shardwise.lightning.data import end_together, seed_workers
 from shardwise.lightning.exchange import Exchanges
 from shardwise.lightning.models import SplitModels, check_callbacks, note_spec
 from shardwise.lightning.precision import ShardwisePrecision, read_precision
-from shardwise.lightning.processes import begin_work, check_devices, end_work, open_mesh
+from shardwise.lightning.processes import check_devices, open_mesh
 from shardwise.mesh import Mesh
-from shardwise.optim.summing import multiply_gradients
+from shardwise.optim.summing import multiply_gradients, time_reduction
 from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Pipeline, Precision, Recompute
 from shardwise.plan.spec import Plan
 from shardwise.topology.shape import MeshShape
@@ -88,11 +88,8 @@ class ShardwiseStrategy(SavesParts, Exchanges):
         self._open = {"timeout_seconds": timeout_seconds, "backend": process_group_backend}
         self._mesh: Mesh | None = None
         self._models: SplitModels | None = None
-        self._window: Window | None = None
+        self._window = Window()
         self._num_targets: Tensor | None = None
-
-    def __repr__(self) -> str:
-        return f"ShardwiseStrategy({str(self.shape)!r})"
 
     # Models
 
@@ -156,22 +153,15 @@ class ShardwiseStrategy(SavesParts, Exchanges):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        is_started = self.cluster_environment.creates_processes_externally
-        check_devices(
-            self.shape,
-            num_devices=self.num_processes,
-            num_nodes=self.num_nodes,
-            world_size=self.cluster_environment.world_size() if is_started else None,
-        )
-        if not is_started and self.shape.world_size > 1:
+        check_devices(self.shape, num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally and self.shape.world_size > 1:
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
-        """Has the ranks meet, the first time, and says that this strategy is at work.
+        """Has the ranks meet, the first time.
 
         Communicates: as `Mesh.open`.
         """
-        begin_work(self)
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -201,7 +191,7 @@ class ShardwiseStrategy(SavesParts, Exchanges):
         self.accelerator.setup(trainer)
         trains = trainer.state.fn == TrainerFn.FITTING
         self._models = SplitModels(self.lightning_module, self.mesh, self.spec, trains=trains)
-        self._window = Window(self._models.gradients)
+        self._window = Window()
         self.last_loss = None
         self._reset_optimizers_and_schedulers()
         if trains:
@@ -227,17 +217,11 @@ class ShardwiseStrategy(SavesParts, Exchanges):
         )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's step. Under automatic optimization it must leave the gradients alone: they are made afterwards.
-
-        Raises:
-            UnsupportedError: it made some.
-        """
-        assert self._models is not None and self.lightning_module is not None
+        """The module's step. Under automatic optimization it must leave gradients alone: they are made afterwards."""
+        assert self._models is not None
         self.mesh.note_step()
         self._models.take_targets()
-        before = gradient_versions(self._stepped() if self.lightning_module.automatic_optimization else ())
         output = super().training_step(*args, **kwargs)
-        check_untouched(before)
         self._num_targets = self._models.take_targets()
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, Tensor):
@@ -268,19 +252,25 @@ class ShardwiseStrategy(SavesParts, Exchanges):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Inside, sums of gradients over ranks wait for the last batch that is accumulated."""
-        assert self._window is not None
-        self._window.put_off(is_last=False)
+        assert self._models is not None
+        gradients = self._models.gradients
+        if gradients.registry.stages is not None:
+            yield  # a forward through a pipeline has summed already
+            return
+        gradients.is_put_off = True
+        time_reduction(gradients.registry, is_last=False)
         try:
             yield
         finally:
-            self._window.put_off(is_last=True)
+            gradients.is_put_off = False
+            time_reduction(gradients.registry, is_last=True)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Makes gradients: complete when it returns, but for those that `block_backward_sync` puts off.
 
         Communicates: what the model's backward does, and the gradient phase.
         """
-        assert self._models is not None and self._window is not None and self.lightning_module is not None
+        assert self._models is not None and self.lightning_module is not None
         if optimizer is not None and self.lightning_module.trainer.accumulate_grad_batches > 1:
             closure_loss = self._window.weigh(closure_loss, self._num_targets)
         loss_scale = self._models.gradients.loss_scale
@@ -299,7 +289,7 @@ class ShardwiseStrategy(SavesParts, Exchanges):
         def closed() -> Any:
             result = closure()
             module = self.lightning_module
-            if module is not None and module.automatic_optimization and self._window is not None:
+            if module is not None and module.automatic_optimization:
                 self._window.close(self._stepped(), module.trainer.accumulate_grad_batches)
             return result
 
@@ -317,7 +307,6 @@ class ShardwiseStrategy(SavesParts, Exchanges):
         Raises:
             RankError: the exception is a collective's, and another rank is why it failed.
         """
-        end_work(self)
         if self._mesh is not None:
             mesh, self._mesh = self._mesh, None
             mesh.__exit__(type(exception), exception, exception.__traceback__)
@@ -326,7 +315,6 @@ class ShardwiseStrategy(SavesParts, Exchanges):
         """Ends the run. Models stay where they are, split; the mesh stays for the next run."""
         if self._models is not None:
             self._models.release()
-        end_work(self)
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
