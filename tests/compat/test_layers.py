@@ -13,7 +13,7 @@ from shardwise.comm.simulated import run_ranks
 from shardwise.compat.layers.embedding import StandaloneEmbedding
 from shardwise.compat.layers.grouped import GroupedProjections
 from shardwise.compat.layers.linears import ColumnLinear, RowLinear
-from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.errors import ConfigError
 from shardwise.parameters.canonical import canonical_tensor
 from shardwise.parameters.registry import entry_of
 from shardwise.tiny.simulate import SimulatedMesh
@@ -248,7 +248,5 @@ def test_what_cannot_be_is_an_error():
             RowLinear(4, 4, mesh, sequence_dim=0)
         with pytest.raises(ConfigError, match="3 copies"):
             GroupedProjections(4, (8, 4), mesh, copies=3)
-        with pytest.raises(UnsupportedError, match="scale_grad_by_freq"):
-            StandaloneEmbedding(4, 4, mesh, scale_grad_by_freq=True)
 
     on(2, compute)

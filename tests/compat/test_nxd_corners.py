@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 from unittest import mock
 
@@ -227,10 +226,7 @@ def parts_saved(mesh, directory):
     found["with dictionaries"] = nxd.load_checkpoint(directory, "dictionaries", optimizer=taken)
     own, was = taken["state"]["state"], optimizer.state_dict()["state"]
     found["dictionary"] = all(torch.equal(own[key]["exp_avg"], was[key]["exp_avg"]) for key in was)
-    content = {"dtype": torch.bfloat16, "args": Namespace(lr=0.1, path=Path("x"), names={"a", "b", "c"})}
-    nxd.save_checkpoint(directory, "dtype", model=model, user_content=content)
-    found["other types"] = nxd.load_checkpoint(directory, "dtype")
-    with pytest.raises(ConfigError, match="add_safe_globals"):
+    with pytest.raises(ConfigError, match="is a Content"):
         nxd.save_checkpoint(directory, "class", model=model, user_content=Content())
     parallel_state.destroy_model_parallel()
     return found
@@ -245,8 +241,6 @@ def test_what_is_saved_may_be_any_part(on_ranks, layout, tmp_path):
     for found in on_ranks(parts_saved, directory=str(tmp_path)):
         assert found.pop("content") == {"step": 3, "seen": {1, 2}, "shape": (1, 2)}
         assert found.pop("with dictionaries") == 7
-        args = Namespace(lr=0.1, path=Path("x"), names={"a", "b", "c"})
-        assert found.pop("other types") == {"dtype": torch.bfloat16, "args": args}
         assert found == {"optimizer": True, "dictionary": True}
 
 

@@ -320,13 +320,12 @@ def wrong_copies(mesh):
     for call in (
         lambda: build([8, 4], kv_size_multiplier=4, num_heads=2),
         lambda: build([6, 6], num_heads=3),
-        lambda: build([8, 4], kv_size_multiplier=2).eval()(torch.randn(1, 6)),
         lambda: build([8, 4], kv_size_multiplier=2, num_heads=2)(torch.randn(1, 6)),
         known_late,
     ):
         try:
             call()
-        except (ConfigError, UserWarning) as error:  # warnings are errors here
+        except ConfigError as error:
             said.append(str(error))
     parallel_state.destroy_model_parallel()
     return said
@@ -354,9 +353,7 @@ def test_copies_of_heads_that_do_not_fit_are_refused(on_ranks, layout):
         assert [text.splitlines()[0].removesuffix(" on 4 tp ranks") for text in said] == [
             "4 copies (kv_size_multiplier) of 2 key/value heads",
             "1 copies (kv_size_multiplier) of 3 key/value heads",
-            said[2],
             "a layer with copies of key/value heads in a model that is not known",
             "2 copies (kv_size_multiplier) of 1 key/value heads",
         ]
-        assert said[2].startswith("kv_size_multiplier 2 is taken at its word")
         assert "use kv_size_multiplier 2" in said[0] and "divides the query heads" in said[1]

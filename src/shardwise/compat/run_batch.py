@@ -19,7 +19,6 @@ from shardwise.pipeline.forward import named_call
 from shardwise.pipeline.runner import PipelineRunner, runner_of
 from shardwise.pipeline.stage import Microbatch
 from shardwise.runtime.adapters import find_model
-from shardwise.runtime.arguments import argument_names
 from shardwise.schedule.schedule import Schedule
 from shardwise.topology.axes import DATA_AXES
 from shardwise.train.step import TrainStep
@@ -67,18 +66,18 @@ class BatchRunner:
                 all_reduce_(loss, data)
                 loss /= self._mesh.data_size
             return loss
-        args, kwargs = _named(self._model, args, kwargs)
-        if not args and "labels" in kwargs:
+        arguments = named_call(find_model(self._model), args, kwargs)
+        if "labels" in arguments:
             if self._step is None:
                 self._step = _Step(self._model, self._mesh, num_microbatches=self._num_microbatches)
-            return self._step(kwargs).loss
+            return self._step(arguments).loss
         if self._num_microbatches > 1 or self._mesh.size("pp") > 1:
             raise UnsupportedError(
                 f"{counted(self._num_microbatches, 'microbatch')} on {self._mesh.shape} of a batch without labels",
                 why="it is the model's own targets that say how microbatches are weighted",
                 fix="pass the keyword arguments of the model's forward, labels included",
             )
-        loss = _loss_of(self._model(*args, **kwargs))
+        loss = _loss_of(self._model(**arguments))
         loss.backward()
         return loss.detach()
 
@@ -148,14 +147,6 @@ def add_runners(model: nn.Module, *, num_microbatches: int) -> None:
         pipeline.num_microbatches = num_microbatches
     runner = BatchRunner(model, num_microbatches=num_microbatches if pipeline is not None else 1)
     model.__dict__.update(run_train=runner.run_train, run_eval=runner.run_eval)
-
-
-def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call by the names that the model's forward gives them, where none is given twice."""
-    names = argument_names(find_model(model))
-    if kwargs.keys() & set(names[: len(args)]):
-        return args, kwargs
-    return args[len(names) :], {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _named_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

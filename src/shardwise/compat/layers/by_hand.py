@@ -86,7 +86,8 @@ def build_in_turns(
     if on_meta and fill is not None:
         allocate_meta(model, device)
         with torch.random.fork_rng(devices=()):  # what `fill` leaves out, such as buffers, starts as in the model
-            _initialize(model)
+            for module in model.modules() if isinstance(model, PreTrainedModel) else ():
+                model._init_weights(module)  # type: ignore[operator]
         given = (device,) if len(inspect.signature(fill).parameters) > 1 else ()
         for module in model.modules():
             fill(module, *given)
@@ -95,11 +96,6 @@ def build_in_turns(
     elif on_meta:
         initialize_meta(model)
     return model.to(device)
-
-
-def _initialize(model: nn.Module) -> None:
-    for module in model.modules() if isinstance(model, PreTrainedModel) else ():
-        model._init_weights(module)  # type: ignore[operator]
 
 
 def adopt_model(

@@ -12,7 +12,6 @@ from torch.nn import init
 
 from shardwise.comm.collectives import split_full
 from shardwise.compat.layers.split_module import Init, SplitModule, gather_features
-from shardwise.errors import UnsupportedError
 from shardwise.mesh import Mesh
 from shardwise.runtime.embedding import SplitEmbedding
 from shardwise.sharding.placement import split_even
@@ -23,11 +22,10 @@ __all__ = ["StandaloneEmbedding"]
 class _LookUp(SplitModule):
     weight: Tensor
     padding_idx: int | None = None
-    scales_by_frequency = False
 
     def forward(self, ids: Tensor) -> Tensor:
         """The rows of this rank's table."""
-        return F.embedding(ids, self.weight, self.padding_idx, scale_grad_by_freq=self.scales_by_frequency)
+        return F.embedding(ids, self.weight, self.padding_idx)
 
 
 class StandaloneEmbedding(SplitEmbedding, _LookUp):
@@ -38,9 +36,6 @@ class StandaloneEmbedding(SplitEmbedding, _LookUp):
         sequence_dim: the dim of the output along which every rank keeps its part; None where it keeps all of it. With 0
             the output begins with the sequence, the second dim of the ids.
         init_weight: of the full weight; by default normal.
-
-    Raises:
-        UnsupportedError: gradients are to be scaled by how often rows are used, which no rank knows.
 
     Communicates: over tp, one all-reduce of the rows forward, or an all-gather of the features; with a `sequence_dim`
         an all-gather of the gradient.
@@ -53,7 +48,6 @@ class StandaloneEmbedding(SplitEmbedding, _LookUp):
         mesh: Mesh,
         *,
         padding_idx: int | None = None,
-        scale_grad_by_freq: bool = False,
         by_features: bool = False,
         sequence_dim: int | None = None,
         dtype: torch.dtype | None = None,
@@ -61,14 +55,8 @@ class StandaloneEmbedding(SplitEmbedding, _LookUp):
         init_weight: Init | None = None,
     ) -> None:
         super().__init__(mesh)
-        if scale_grad_by_freq and mesh.size("tp") > 1 and not by_features:
-            raise UnsupportedError(
-                "scale_grad_by_freq in an embedding that is split over its vocabulary",
-                why="rows of other ranks are looked up here too, and would be counted",
-                fix="split it by features, or leave the option out",
-            )
         self.num_embeddings, self.embedding_dim, self.by_features = num_embeddings, embedding_dim, by_features
-        self.scales_by_frequency, self.sequence_dim = scale_grad_by_freq, sequence_dim
+        self.sequence_dim = sequence_dim
         size, dim = (embedding_dim, 1) if by_features else (num_embeddings, 0)
         split = split_even(dim, size, parts=mesh.size("tp"))
         padding_idx = self.padding_row = None if padding_idx is None else padding_idx % num_embeddings

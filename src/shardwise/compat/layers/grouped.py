@@ -9,7 +9,6 @@ heads there are must be known, or queries might meet the keys of other heads.
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from typing import Any
 
@@ -35,7 +34,7 @@ class GroupedProjections(SplitModule):
         out_features: of query, and of key and value, full and without copies.
         copies: how many ranks hold every key/value head; see [Note: copies of key/value heads]. Without meaning where
             the output is gathered.
-        num_heads: key/value heads; where there are copies they must be known before forward (see `note_heads`).
+        num_heads: key/value heads, with which copies must fit, as soon as they are known (see `note_heads`).
         fused: keep the three weights (and biases) as one, `weight_qkv`; else `weight_q`, `weight_k`, `weight_v`.
         others: as of `shardwise.compat.layers.linears.ColumnLinear`.
 
@@ -109,19 +108,13 @@ class GroupedProjections(SplitModule):
 
         Communicates: as the module does.
         """
-        if self.copies > 1 and not self.gathers:
-            if self.num_heads is None:
-                warnings.warn(
-                    f"kv_size_multiplier {self.copies} is taken at its word: nothing says how many key/value heads "
-                    "there are. Give the model a config with num_key_value_heads, or the layer num_heads=.",
-                    stacklevel=2,
-                )
-            if self.training and torch.is_grad_enabled() and not self.is_adopted:
-                raise ConfigError(
-                    "a layer with copies of key/value heads in a model that is not known",
-                    why="nobody sums the gradients of heads that several ranks hold",
-                    fix="call move_model_to_device(model, device) first, or initialize_parallel_model",
-                )
+        is_shared = self.copies > 1 and not self.gathers
+        if is_shared and self.training and torch.is_grad_enabled() and not self.is_adopted:
+            raise ConfigError(
+                "a layer with copies of key/value heads in a model that is not known",
+                why="nobody sums the gradients of heads that several ranks hold",
+                fix="call move_model_to_device(model, device) first, or initialize_parallel_model",
+            )
         x = self.enter(x, self.sequence_dim, self.reduce_dtype)
         if self.fused:
             sizes = [split.local_sizes[self._split.tp.coord] for split in self.splits]

@@ -76,5 +76,5 @@ def _taken_batch(model: nn.Module) -> dict[str, Tensor]:
         type(model).__name__,
         f"it takes none of the inputs that were tried, token ids and numbers: {fault}",
         at="",
-        fix="let forward take token ids, or give the list of layers, to be cut by hand",
+        fix="let forward take token ids or numbers",
     )

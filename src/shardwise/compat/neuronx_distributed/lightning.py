@@ -81,12 +81,6 @@ class NeuronLTModule(LightningModule):
         """The model's own."""
         return self.model(*args, **kwargs)
 
-    def get_param_groups_by_weight_decay(self) -> list[dict[str, Any]]:
-        """Two groups, of which biases and layer norms, by their names, do not decay."""
-        named = [(each, "bias" in name or "LayerNorm" in name) for name, each in self.model.named_parameters()]
-        groups = ([each for each, is_plain in named if is_plain is plain] for plain in (False, True))
-        return [{"params": params, "weight_decay": decay} for params, decay in zip(groups, (0.01, 0.0), strict=True)]
-
     def configure_optimizers(self) -> Any:
         """The optimizer, and the scheduler, which goes on with every step."""
         build = lambda groups, **options: self.opt_cls(groups, *self.opt_args, **options)  # noqa: E731

@@ -6,14 +6,12 @@ Models that FSDP2 holds (`FsdpPolicy`) have sharded states with any optimizer.
 from __future__ import annotations
 
 import os
-import shutil
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.agree import run_in_turns
@@ -25,11 +23,10 @@ from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import 
 )
 from shardwise.compat.neuronx_distributed.trainer.optimizer import NxDOptimizer
 from shardwise.compat.warned import warn_idle
-from shardwise.errors import ConfigError, LoadError, UnsupportedError
+from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.optim.optimizer import check_class, divided_groups
 from shardwise.optim.plain_step import inner_of
-from shardwise.parameters.registry import entry_of
 from shardwise.plan.options import check_count
 from shardwise.topology.axes import DATA_AXES
 
@@ -93,107 +90,41 @@ class NeuronZero1Optimizer(NxDOptimizer):
             group.update({name: value for name, value in own.items() if name != "params"})
 
     def save_sharded_state_dict(self, output_dir: str | os.PathLike[str], save_serially: bool = True) -> None:
-        """Writes the states that this rank has, by the names of their parameters.
+        """Writes the states that this rank has, for the same degrees, to a file of its own.
 
         Args:
             save_serially: one data rank after the other.
 
         Communicates: one gather of a small object over all ranks, for every turn.
         """
-        mesh, held = current_mesh(), self._held()
-        # A parameter that no forward has used has no state yet.
-        states = {name: self.base_optimizer.state.get(parameter, {}) for name, parameter in held.items()}
-        options = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        tree, turn = {"states": states, "options": options}, mesh.data_rank if save_serially else 0
-        place, num_turns = _place(output_dir, f"{mesh.data_rank:02d}"), mesh.data_size if save_serially else 1
-        run_in_turns(
-            lambda: write_tree(tree, place), mesh.group(), turn=turn, num_turns=num_turns, doing="saving its states"
-        )
-        if mesh.data_rank == 0:  # an earlier save of more data ranks must not be read with this one
-            written = {_place(output_dir, f"{rank:02d}") for rank in range(mesh.data_size)}
-            for other in set(Path(output_dir).glob(_place("", "*").name)) - written:
-                shutil.rmtree(other)
+        mesh = current_mesh()
+        turn, num_turns = (mesh.data_rank, mesh.data_size) if save_serially else (0, 1)
+        write = lambda: write_tree(self.state_dict(), _place(output_dir))  # noqa: E731
+        run_in_turns(write, mesh.group(), turn=turn, num_turns=num_turns, doing="saving its states")
 
     def load_sharded_state_dict(self, output_dir: str | os.PathLike[str], num_workers_per_step: int = 8) -> None:
-        """Reads what `save_sharded_state_dict` wrote, of any number of data ranks. A rank begins with its own file, and
-        ends with the file in which it has found everything.
+        """Reads what `save_sharded_state_dict` wrote on this rank; on as many data ranks.
 
         Args:
             num_workers_per_step: how many ranks read at the same time.
 
         Raises:
-            LoadError: a file or a state is missing or of another shape. The same on every rank; nothing is changed.
+            LoadError: the file is missing. The same on every rank.
+            ValueError: the optimizer that was saved has other groups. The same on every rank.
 
         Communicates: one gather of a small object over all ranks, for every turn.
         """
         check_count("num_workers_per_step", num_workers_per_step)
-        mesh, wanted = current_mesh(), self._held()
-        places = sorted(Path(output_dir).glob(_place("", "*").name))
-        first = mesh.data_rank % max(len(places), 1)
-
-        def read() -> tuple[dict[str, Any], list[Any]]:
-            states: dict[str, Any] = {}
-            options: list[Any] = []
-            for place in (*places[first:], *places[:first]):
-                tree = read_tree(place)
-                options, states = tree["options"], states | tree["states"]
-                if wanted.keys() <= states.keys():
-                    break
-            _check(states, wanted)
-            if len(options) != len(self.param_groups):
-                raise LoadError(f"{len(options)} parameter groups were saved, and {len(self.param_groups)} are here")
-            return states, options
-
+        mesh = current_mesh()
         turn, num_turns = mesh.rank // num_workers_per_step, -(-mesh.shape.world_size // num_workers_per_step)
-        done = run_in_turns(read, mesh.group(), turn=turn, num_turns=num_turns, doing="loading optimizer states")
-        assert done is not None
-        for group, inner, values in zip(self.param_groups, self.base_optimizer.param_groups, done[1], strict=True):
-            group.update(values)
-            inner.update(values)
-        for name, parameter in wanted.items():
-            self.base_optimizer.state[parameter] = {
-                key: value.to(parameter.device) if isinstance(value, Tensor) and value.ndim else value
-                for key, value in done[0][name].items()
-            }
-
-    def _held(self) -> dict[str, Tensor]:
-        """The parameters whose states this rank has, by the names of the model that knows them, else by number.
-
-        Raises:
-            UnsupportedError: FSDP2 holds them.
-        """
-        if any(isinstance(each, DTensor) for each in self.params):
-            raise UnsupportedError(
-                "files of the states that one rank has, where FSDP2 holds the parameters",
-                why="their parts depend on the number of data ranks",
-                fix="use shardwise.save_checkpoint, which any layout can load",
-            )
-        held = {id(each) for group in self.base_optimizer.param_groups for each in group["params"]}
-        found = {}
-        for number, parameter in enumerate(self.params):
-            entry = entry_of(parameter)
-            is_known = entry is not None and entry.registry.model() is not None
-            if id(parameter) in held:
-                found[entry.fqn if entry is not None and is_known else str(number)] = parameter
-        return found
+        read = lambda: self.load_state_dict(read_tree(_place(output_dir)))  # noqa: E731
+        run_in_turns(read, mesh.group(), turn=turn, num_turns=num_turns, doing="loading optimizer states")
 
 
-def _place(directory: str | os.PathLike[str], data_rank: str) -> Path:
+def _place(directory: str | os.PathLike[str]) -> Path:
     mesh = current_mesh()
-    return Path(directory) / f"optim.dp_rank_{data_rank}.tp_rank_{mesh.coord('tp'):02d}_pp_rank_{mesh.coord('pp'):02d}"
-
-
-def _check(states: dict[str, Any], wanted: dict[str, Tensor]) -> None:
-    for name, parameter in wanted.items():
-        if name not in states:
-            raise LoadError(f"no optimizer state of {name} was saved")
-        for key, value in states[name].items():
-            if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
-                raise LoadError(
-                    f"the optimizer's {key} of {name} was saved in shape {tuple(value.shape)}",
-                    why=f"this rank's part of the parameter has shape {tuple(parameter.shape)}",
-                    fix="load it at the tensor and pipeline parallel degrees at which it was saved",
-                )
+    place = f"dp_rank_{mesh.data_rank:02d}.tp_rank_{mesh.coord('tp'):02d}_pp_rank_{mesh.coord('pp'):02d}"
+    return Path(directory) / f"optim.{place}"
 
 
 def build_sharded(

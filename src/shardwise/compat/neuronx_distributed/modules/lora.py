@@ -64,11 +64,6 @@ class LoraConfig:
     def __post_init__(self) -> None:
         for name, known in (("bias", _BIASES), ("init_lora_weights", tuple(_INITS))):
             check_choice(f"LoraConfig {name}", getattr(self, name), known)
-        if type(self.lora_rank) is not int or self.lora_rank < 1 or not 0 <= self.lora_dropout < 1:
-            raise ConfigError(
-                f"LoraConfig lora_rank {self.lora_rank!r}, lora_dropout {self.lora_dropout!r}",
-                fix="use a rank of at least 1, and a dropout of 0 to 1",
-            )
         if self.merge_lora and not self.save_lora_base:
             raise ConfigError("LoraConfig merge_lora without save_lora_base", why="it is the base that it is merged in")
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.agree import run_in_turns
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
@@ -23,7 +23,6 @@ from shardwise.weights.staging import atomic_file
 
 __all__ = ["load", "save"]
 
-_MARK = "shardwise tensor "
 _NAME = "checkpoint.pt"
 
 
@@ -40,7 +39,7 @@ def save(
 
     Args:
         save_serially: one place of tp and pp after the other, so that few tensors are in host memory at a time.
-        save_xser: a file for every tensor, in `tp_rank_TT_pp_rank_PP.tensors/`; `load` needs `load_xser` then.
+        save_xser: changes nothing, as `load_xser` does not.
         down_cast_bf16: write floating-point tensors in bfloat16.
         master_dp_only: only data rank 0 writes; else every one, with `_dp_rank_DD` in its name.
 
@@ -56,7 +55,7 @@ def save(
         tree = tree_map_only(Tensor, lambda each: each.bfloat16() if each.is_floating_point() else each, tree)
     turn = mesh.coord("pp") * mesh.size("tp") + mesh.coord("tp") if save_serially else 0
     run_in_turns(
-        lambda: write_tree(tree, _place(save_dir, master_dp_only=master_dp_only), xser=save_xser),
+        lambda: write_tree(tree, _place(save_dir, master_dp_only=master_dp_only)),
         mesh.group(),
         turn=-1 if mesh.data_rank and master_dp_only else turn,
         num_turns=mesh.size("tp") * mesh.size("pp") if save_serially else 1,
@@ -94,7 +93,7 @@ def load(
 
     def read() -> Any:
         path = _place(load_dir, master_dp_only=master_dp_only) if sharded else Path(load_dir)
-        state = read_tree(path, xser=load_xser) if sharded else _read(path)
+        state = read_tree(path) if sharded else _read(path)
         if target is None:
             return state
         if not sharded and model_key not in state:
@@ -113,55 +112,20 @@ def _place(directory: str | os.PathLike[str], *, master_dp_only: bool) -> Path:
     return Path(directory) / (name if master_dp_only else f"{name}_dp_rank_{mesh.data_rank:02d}")
 
 
-def write_tree(tree: Any, place: Path, *, xser: bool = False) -> None:
-    """Writes tensors and plain values to `place/checkpoint.pt`; with `xser` every tensor to a file of its own in
-    `place.tensors`, and then their tree to `place`.
-    """
-    tensors: list[Tensor] = []
-
-    def stored(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        tensors.append(value.detach().cpu())
-        return f"{_MARK}{len(tensors) - 1}" if xser else tensors[-1]
-
-    tree = tree_map(stored, tree)
+def write_tree(tree: Any, place: Path) -> None:
+    """Writes tensors and plain values to `place/checkpoint.pt`."""
     try:
-        if xser:  # a tree that is there must not name tensors of which some are new
-            place.unlink(missing_ok=True)
-        for number, tensor in enumerate(tensors if xser else ()):
-            with atomic_file(_tensor_file(place, number)) as partial:
-                torch.save(tensor.clone(), partial)
-        with atomic_file(place if xser else place / _NAME) as partial:  # last: it names all of them
-            torch.save(tree, partial)
+        with atomic_file(place / _NAME) as partial:
+            torch.save(tree_map_only(Tensor, lambda each: each.detach().cpu(), tree), partial)
     except OSError as error:
         raise LoadError(f"cannot write {place}", why=str(error)) from error
 
 
-def read_tree(place: Path, *, xser: bool = False) -> Any:
+def read_tree(place: Path) -> Any:
     """What `write_tree` wrote, on the CPU."""
-    path, other = (place, place / _NAME) if xser else (place / _NAME, place)
-    if not path.is_file():
-        is_other = other.is_file()
-        raise LoadError(
-            f"no checkpoint at {path}",
-            why=f"{other} was written {'without' if xser else 'with'} save_xser" if is_other else "",
-            fix=f"pass load_xser={not xser}" if is_other else "load it at the degrees at which it was saved",
-        )
-    tree = _read(path)
-    if not xser:
-        return tree
-
-    def put_back(value: Any) -> Any:
-        if not isinstance(value, str) or not value.startswith(_MARK):
-            return value
-        return _read(_tensor_file(place, int(value.removeprefix(_MARK))))
-
-    return tree_map(put_back, tree)
-
-
-def _tensor_file(place: Path, number: int) -> Path:
-    return Path(f"{place}.tensors") / f"tensor_{number}.pt"
+    if not (place / _NAME).is_file():
+        raise LoadError(f"no checkpoint at {place / _NAME}", fix="load it at the degrees at which it was saved")
+    return _read(place / _NAME)
 
 
 def _read(path: Path) -> Any:

@@ -77,7 +77,7 @@ class ParallelEmbedding(StandaloneEmbedding):
     """An embedding that is divided over tp by vocabulary, of any size, or by features (`shard_across_embedding`).
 
     With `sequence_parallel_enabled` each rank keeps its part of the sequence: of `[s, b, h]`, or of `[b, s, h]` with
-    `sequence_dimension` 1. `max_norm` is refused: it rewrites rows that other ranks cannot see.
+    `sequence_dimension` 1. `max_norm`, `scale_grad_by_freq` and `sparse` are refused.
     """
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *args: Any, **options: Any) -> None:
@@ -95,7 +95,7 @@ def own_options(order: Sequence[str], args: Sequence[Any], options: dict[str, An
         UnsupportedError: one is given that cannot be followed.
     """
     given: dict[str, Any] = {"dtype": torch.float32} | dict(zip(order, args, strict=False)) | options
-    for name in ("max_norm", "sparse"):
+    for name in ("max_norm", "scale_grad_by_freq", "sparse"):
         if given.pop(name, None):
             raise UnsupportedError(
                 f"{name} of a parallel layer",

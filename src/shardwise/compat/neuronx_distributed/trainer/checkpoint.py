@@ -2,48 +2,29 @@
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import decimal
-import io
 import os
-import pathlib
-import types
 from typing import Any
 
-import numpy
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shardwise.api import checkpoints
 from shardwise.checkpoint.background import finish_all_saves as finalize_checkpoint
 from shardwise.checkpoint.store import find_tag, find_tags, prune, root_of
-from shardwise.checkpoint.tree import encode_tree
-from shardwise.comm.agree import gather_from_all
 from shardwise.compat.layers.by_hand import adopt_model
 from shardwise.compat.neuronx_distributed.parallel_layers.checkpointing import load, save
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.compat.neuronx_distributed.trainer.model import unwrapped
 from shardwise.compat.neuronx_distributed.trainer.optimizer import NxDOptimizer
 from shardwise.compat.warned import warn_idle
-from shardwise.errors import ConfigError, LoadError, one_line
+from shardwise.errors import ConfigError
 from shardwise.optim.optimizer import model_under
 
 __all__ = ["finalize_checkpoint", "has_checkpoint", "load_checkpoint", "save_checkpoint"]
 
 Path = str | os.PathLike[str]
 _DICTIONARY = "optimizer_by_rank"
-_PICKLED = "$torch.save"
 _STREAMED = "a rank has one tensor at a time on the host"
-_ARRAYS: Any = getattr(numpy, "_core", None) or numpy.core
-_PLAIN: tuple[Any, ...] = (
-    argparse.Namespace, types.SimpleNamespace, datetime.datetime, datetime.date, datetime.time, datetime.timedelta,
-    decimal.Decimal, pathlib.PosixPath, pathlib.PurePosixPath, range, slice, complex, bytearray,
-    _ARRAYS.multiarray._reconstruct, _ARRAYS.multiarray.scalar, numpy.ndarray, numpy.dtype,
-    *{type(numpy.dtype(code)) for code in "?bBhHiIlLqQefd"},
-)  # fmt: skip
-"""Classes whose objects run nothing when they are read."""
 
 
 def save_checkpoint(
@@ -67,8 +48,7 @@ def save_checkpoint(
         model: None saves the optimizer's model with it, or no model.
         optimizer: over parameters of the model; or a dictionary of what this rank holds, such as a `state_dict()`,
             which each rank writes to a file of its own, for the same degrees.
-        user_content: JSON values, tensors, arrays, dates, paths, argparse's namespaces, and objects of classes that
-            `torch.serialization.add_safe_globals` was given.
+        user_content: JSON values, tuples, sets and tensors, the same on every rank.
         num_kept_ckpts: delete all but so many of the newest, this one always kept; None or -1 keeps all.
         async_save: write while training goes on, decided again by every call.
         zero1_optimizer: whether every data rank writes its dictionary; else data rank 0 does.
@@ -96,7 +76,7 @@ def save_checkpoint(
         model=split,
         optimizer=None if isinstance(optimizer, dict) else _optimizer(optimizer),
         scheduler=scheduler,
-        extra=_packed(user_content if lora is None else lora.packed(user_content)),
+        extra=user_content if lora is None else lora.packed(user_content),
         tag=str(tag) or None,
         async_save=async_save,
         keep_last=num_kept if entries is None else None,
@@ -144,63 +124,8 @@ def load_checkpoint(
         found = load(place, master_dp_only=not any(place.glob("*_dp_rank_*")))
         optimizer.clear()
         optimizer.update(found)
-    content = _unpacked(content)
     is_packed = isinstance(content, dict) and content.keys() == {"user_content", "lora_config"}
     return content["user_content"] if is_packed else content
-
-
-def _packed(content: Any) -> Any:
-    """What a checkpoint takes: JSON values and tensors as they are, anything else as bytes of rank 0 that `torch.load`
-    reads without running code.
-
-    Raises:
-        ConfigError: the content of some rank cannot be read without running code, or rank 0 has JSON values and another
-            rank something else. The same on every rank.
-
-    Communicates: one gather of a small object over all ranks.
-    """
-
-    def pack() -> bytes | None:
-        try:
-            encode_tree(content, "user_content", {})
-            return None
-        except ConfigError:
-            file = io.BytesIO()
-        try:
-            torch.save(content, file)
-            _read(file.getvalue())
-        except Exception as error:
-            raise ConfigError(
-                f"user_content holds what cannot be read without running code: {one_line(error, limit=200)}",
-                fix="save its state_dict() or numbers, or allow its class by torch.serialization.add_safe_globals",
-            ) from error
-        return file.getvalue()
-
-    group = dist.group.WORLD if dist.is_initialized() else None  # the model may be split by Shardwise's own functions
-    packed = gather_from_all(group, "packing user_content", pack)
-    if all(each is None for each in packed):
-        return content
-    data = packed[0]  # a set has another order on each rank
-    if data is None:
-        raise ConfigError("ranks pass different kinds of user_content", fix="pass the same on every rank")
-    return {_PICKLED: torch.frombuffer(bytearray(data), dtype=torch.uint8)}
-
-
-def _read(data: bytes) -> Any:
-    with torch.serialization.safe_globals([*_PLAIN]):
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-
-
-def _unpacked(content: Any) -> Any:
-    if not isinstance(content, dict) or content.keys() != {_PICKLED}:
-        return content
-    try:
-        return _read(content[_PICKLED].numpy().tobytes())
-    except Exception as error:
-        raise LoadError(
-            f"cannot read user_content: {one_line(error, limit=200)}",
-            fix="allow its class by torch.serialization.add_safe_globals, as where it was saved",
-        ) from error
 
 
 def _model_of(model: Any, optimizer: Any) -> nn.Module:

@@ -57,7 +57,6 @@ class NxDModel(nn.Module):
     named_modules = _delegated("named_modules")
     named_children = _delegated("named_children")
     load_state_dict = _delegated("load_state_dict")
-    zero_grad = _delegated("zero_grad")
     local_parameters, local_named_parameters = nn.Module.parameters, named_parameters
 
     @property
