@@ -273,7 +273,7 @@ trainer = Trainer(
     enable_checkpointing=False, enable_progress_bar=False,
 )
 trainer.fit(module, DataLoader(rows, batch_size=2))
-print(f"rank {{trainer.global_rank}} of {{trainer.world_size}}: {{trainer.strategy.mesh.shape}}", flush=True)
+print(f"rank {{trainer.global_rank}} of {{trainer.world_size}}: {{trainer.strategy.mesh.shape}}\\n", end="", flush=True)
 import torch.distributed as dist
 assert dist.get_world_size() == 2
 """
