@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
-import functools
-import logging
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import shardwise
-from shardwise.comm import agree
 from shardwise.errors import ConfigError, LayoutError, LoadError, ShardwiseError, UnsupportedError
 from shardwise.parameters.registry import local_part
 from shardwise.ranks.spawn import spawn
@@ -315,34 +310,6 @@ def drift(base, layouts):
 @pytest.mark.parametrize("layouts", [("tp2", "ddp2"), ("ddp2.fsdp2", "fsdp2.tp2", "pp2.tp2")])
 def test_copies_that_have_drifted_apart_are_not_saved(tmp_path, layouts):
     spawn(drift, 4 if "." in layouts[0] else 2, tmp_path, layouts)
-
-
-class Told(logging.Handler):
-    """Lets the other ranks know that a line was logged, however often: each line is a key of the store."""
-
-    def emit(self, record):
-        dist.distributed_c10d._get_default_store().set(record.getMessage(), "said")
-
-
-def come_late(base):
-    """Rank 1 comes to a save and a load only when rank 0 has said that it waits there, and for whom."""
-    agree._PATIENCE_SECONDS = agree._SECONDS_APART = 0.01
-    with shardwise.Mesh.open("tp2") as mesh:
-        training = Training(mesh, "llama")
-        logging.getLogger("shardwise.comm").addHandler(Told())
-        for call, name in (
-            (functools.partial(training.save, tag="a"), "save_checkpoint"),
-            (training.load, "load_checkpoint"),
-        ):
-            if mesh.rank:
-                line = f"1 of 2 ranks wait in {name}, which every rank must call: rank 1 did not come"
-                dist.distributed_c10d._get_default_store().wait([line], datetime.timedelta(seconds=60))
-            call(base)
-
-
-@pytest.mark.spawn
-def test_a_rank_that_waits_for_others_says_for_whom(tmp_path):
-    spawn(come_late, 2, tmp_path)
 
 
 @pytest.mark.spawn

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,11 +38,6 @@ __all__ = [
 
 _Result = TypeVar("_Result")
 
-logger = logging.getLogger("shardwise.comm")
-
-_PATIENCE_SECONDS = 8.0  # after so long a rank that waits for others says so,
-_SECONDS_APART = 1.0  # when those have said so that came a little later
-_POLL_SECONDS = 0.0005
 _NUM_NUMBERS = 2
 _LONGEST_WORK = datetime.timedelta(days=7)
 
@@ -223,7 +217,7 @@ class Agreement:
     def gathered(self) -> list[list[int]]:
         """Two words of a digest, whether there is a fault, and the numbers, of every rank."""
         assert self._group is not None
-        _wait(self._work, self._group, self._doing)
+        self._work.wait()
         if isinstance(self._everyone, FakeTensor):
             return []
         everyone: list[list[int]] = self._everyone.view(self._group.size(), -1).tolist()
@@ -305,37 +299,6 @@ def _device_of(group: Group) -> torch.device:
     """Where small values of a group are communicated: on the host if the group can."""
     devices = group._device_types
     return torch.device("cpu") if not devices or torch.device("cpu") in devices else devices[0]
-
-
-def _wait(work: Any, group: Group, doing: str) -> None:
-    """Waits for a collective; where some ranks do not come, one of those that wait says which."""
-    is_pretended = not group.group_name or dist.get_backend(group) == "fake"  # whose work never says it is completed
-    deadline = time.monotonic() + (0.0 if is_pretended else _PATIENCE_SECONDS)
-    while not work.is_completed() and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-    if not is_pretended and not work.is_completed():
-        with _saying_who_is_missing(group, doing):
-            work.wait()
-    work.wait()
-
-
-@contextmanager
-def _saying_who_is_missing(group: Group, doing: str) -> Iterator[None]:
-    """Says which ranks of the group do not wait as this one does during the block; one of those that wait says it."""
-    store = dist.distributed_c10d._get_default_store()
-    own, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
-    place = f"shardwise/waits/{group.group_name}/{doing}"
-    store.set(f"{place}/{own}", "")
-    time.sleep(_SECONDS_APART)
-    waiting = [rank for rank in ranks if store.check([f"{place}/{rank}"])]
-    if own == waiting[0] and len(waiting) < len(ranks):
-        missing = ", ".join(str(rank) for rank in ranks if rank not in waiting)
-        say = "%d of %d ranks wait in %s, which every rank must call: rank %s did not come"
-        logger.warning(say, len(waiting), len(ranks), doing, missing)
-    try:
-        yield
-    finally:
-        store.delete_key(f"{place}/{own}")
 
 
 def meet(
