@@ -11,6 +11,7 @@ from torch import nn
 import shardwise
 import shardwise.compat.neuronx_distributed as nxd
 from shardwise.compat.neuronx_distributed import parallel_state
+from shardwise.compat.neuronx_distributed.parallel_layers import ColumnParallelLinear
 from shardwise.errors import ConfigError, MeshError, ShardwiseError
 from tests.compat.test_parallel_layers import Block, Model, full_state
 from tests.families import tiny_model
@@ -151,6 +152,13 @@ def halve(module):
         nn.init.constant_(each, 0.5)
 
 
+def with_parallel_head():
+    """A model of transformers whose head a script has replaced by a parallel layer."""
+    model = type(tiny_model("llama"))(tiny_model("llama").config)
+    model.lm_head = ColumnParallelLinear(64, 96, bias=False, gather_output=True)
+    return model
+
+
 def refusals(mesh):
     found = {}
     for name, call in {
@@ -196,6 +204,9 @@ def refusals(mesh):
     torch.manual_seed(0)
     model = nxd.initialize_parallel_model(meta, lambda: type(tiny_model("llama"))(tiny_model("llama").config))
     found["meta"] = all(not each.is_meta for each in model.parameters())
+    replaced = nxd.initialize_parallel_model(meta, with_parallel_head)
+    head = replaced.lm_head.weight.detach()
+    found["replaced"] = tuple(head.shape), float(head.std()) > 0
     try:
         model.run_train(torch.ones(1, 3, dtype=torch.long))
     except ShardwiseError as error:
@@ -211,6 +222,7 @@ def test_what_is_refused_and_the_small_print(on_ranks, layout):
     assert first == second
     assert first["config"][0] == {"max_grad_norm": 2.0}, "the user's dictionary stays as it is"
     assert first["config"][1:] == ({"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 2.0}, 11)
+    assert first["replaced"] == ((48, 64), True)
     assert first["meta"] and first["eval"] == (1, 3, 96)
     assert first["filled"] == {0.5} and first["buffers"]
     expected = {

@@ -23,14 +23,10 @@ def initialize_meta(model: nn.Module) -> None:
     if not any(value.is_meta for value in (*model.parameters(), *model.buffers())):
         return
     if isinstance(model, PreTrainedModel):
-        fresh = type(model)(copy.deepcopy(model.config)).to(model.dtype)
-        for module, new in zip(model.modules(), fresh.modules(), strict=True):
-            for name, value in module._parameters.items():
-                if value is not None and (start := new._parameters[name]) is not None:
-                    start.__dict__.update(vars(value))
-                    module._parameters[name] = start.requires_grad_(value.requires_grad)
-            module._buffers.update(new._buffers)
-        return
+        fresh = dict(type(model)(copy.deepcopy(model.config)).to(model.dtype).named_modules())
+        for name, module in model.named_modules():
+            if type(module) is type(fresh.get(name)):  # a parallel layer may have taken the place of a linear
+                _take_values(module, fresh[name])
     holding = [(name, module) for name, module in model.named_modules() if _has_meta(module)]
     unable = [name for name, module in holding if not callable(getattr(module, "reset_parameters", None))]
     if unable:
@@ -41,6 +37,14 @@ def initialize_meta(model: nn.Module) -> None:
     allocate_meta(model)
     for _, module in holding:
         module.reset_parameters()
+
+
+def _take_values(module: nn.Module, fresh: nn.Module) -> None:
+    for name, value in module._parameters.items():
+        if value is not None and (start := fresh._parameters[name]) is not None:
+            start.__dict__.update(vars(value))
+            module._parameters[name] = start.requires_grad_(value.requires_grad)
+    module._buffers.update(fresh._buffers)
 
 
 def allocate_meta(model: nn.Module, device: torch.device | str = "cpu") -> None:
