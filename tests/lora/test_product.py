@@ -261,3 +261,22 @@ def cells():
 def test_an_adapter_trains_as_with_peft_unsplit(on_ranks, tmp_path_factory, layout, is_split, family, targets, bias):
     found = on_ranks(train, place=str(tmp_path_factory.mktemp("lora")), timeout=500.0 if FULL_PRODUCT else 100.0)
     assert not any(found), next(filter(None, found))
+
+
+def add_with_other_seeds(mesh):
+    split = shardwise.parallelize(with_lora("llama"), mesh)
+    torch.manual_seed(mesh.rank)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    split.add_adapter("later", config)
+    entries = shardwise.parameters.registry.named_entries(split)
+    copies = [name for name in entries if "later" in name and ("lora_A" in name or mesh.size("tp") == 1)]
+    return {name: split.get_parameter(name).detach().clone() for name in copies}, torch.initial_seed()
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("layout", ["tp2", "ddp2"])
+def test_adapters_that_come_later_start_alike_whatever_the_ranks_seeds(on_ranks, layout):
+    (first, seed), (second, other) = on_ranks(add_with_other_seeds)
+    assert first and seed != other
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.comm.operations import broadcast_object
 from shardwise.errors import UnsupportedError
 from shardwise.parameters.canonical import local_tensor
 from shardwise.parameters.registry import DataHandling, ParameterEntry, Registry, attach_entry, axes_of
@@ -43,17 +44,16 @@ def apply_adapters(model: nn.Module, registry: Registry) -> None:
 
 
 class SplitAdapter:
-    """Mixin of adapters around a module of a split model: ones that come in later are split at once.
-
-    Communicates: nothing.
-    """
+    """Mixin of adapters around a module of a split model: ones that come in later are split at once."""
 
     _fqn: str
     _registry: Registry
     _unmerged: dict[str, torch.Tensor]
 
     def update_layer(self, adapter_name: str, *args: Any, **options: Any) -> None:
-        """Adds an adapter, which PEFT makes in full, after the same numbers on every rank, and keeps this rank's part.
+        """Adds an adapter, which PEFT makes in full from rank 0's random numbers, and keeps this rank's part.
+
+        Communicates: over all ranks, one broadcast of the state of rank 0's generator.
 
         Raises:
             PlanError: the adapter reads more than a rank's part of the weight.
@@ -65,7 +65,12 @@ class SplitAdapter:
                 why="nothing says which stages hold it",
                 fix="give shardwise.parallelize a model that has all of its adapters",
             )
+        state = torch.get_rng_state()
+        of_rank_0 = broadcast_object(state, self._registry.mesh.group())
+        torch.set_rng_state(of_rank_0)
         super().update_layer(adapter_name, *args, **options)  # type: ignore[misc]
+        if not torch.equal(state, of_rank_0):
+            torch.set_rng_state(state)
         _split_later(self, self._fqn, adapter_name, self._registry)
 
     def merge(self, *args: Any, **options: Any) -> None:
