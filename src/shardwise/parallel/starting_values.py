@@ -25,8 +25,9 @@ def initialize_meta(model: nn.Module) -> None:
     if isinstance(model, PreTrainedModel):
         fresh = dict(type(model)(copy.deepcopy(model.config)).to(model.dtype).named_modules())
         for name, module in model.named_modules():
-            if type(module) is type(fresh.get(name)):  # a parallel layer may have taken the place of a linear
-                _take_values(module, fresh[name])
+            other = fresh.get(name)
+            if other is not None and type(other) is type(module):  # else a parallel layer has taken its place
+                _take_values(module, other)
     holding = [(name, module) for name, module in model.named_modules() if _has_meta(module)]
     unable = [name for name, module in holding if not callable(getattr(module, "reset_parameters", None))]
     if unable:
@@ -43,7 +44,8 @@ def _take_values(module: nn.Module, fresh: nn.Module) -> None:
     for name, value in module._parameters.items():
         if value is not None and (start := fresh._parameters[name]) is not None:
             start.__dict__.update(vars(value))
-            module._parameters[name] = start.requires_grad_(value.requires_grad)
+            start.requires_grad = value.requires_grad
+            module._parameters[name] = start
     module._buffers.update(fresh._buffers)
 
 
