@@ -177,6 +177,16 @@ class Normed(torch.optim.SGD):
         super().step(closure)
 
 
+class NormedMatrices(torch.optim.SGD):
+    """Divides the gradients of matrices alone by their norms."""
+
+    def step(self, closure=None):
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            if parameter.ndim == 2:
+                parameter.grad /= parameter.grad.norm()
+        super().step(closure)
+
+
 class Scaled(torch.optim.SGD):
     """Elementwise, and not torch's."""
 
@@ -192,6 +202,15 @@ def test_other_classes_are_tried_on_halves_where_ranks_hold_parts(layout):
         else:
             with pytest.raises(UnsupportedError, match=r"Normed on parameters(.|\n)*it is not elementwise"):
                 shardwise.build_optimizer(model, Normed, lr=1e-3)
+
+
+@pytest.mark.single
+def test_optimizers_are_tried_on_every_number_of_dims():
+    with fake_mesh(shardwise.MeshShape.parse("tp2")) as mesh:
+        model = tiny_model("mixtral", num_hidden_layers=1)  # its experts are stacked in three dims
+        model = shardwise.parallelize(model, mesh)
+        with pytest.raises(UnsupportedError, match=r"NormedMatrices on parameters(.|\n)*it is not elementwise"):
+            shardwise.build_optimizer(model, NormedMatrices, lr=1e-3)
 
 
 @pytest.mark.single

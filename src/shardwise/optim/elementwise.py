@@ -58,7 +58,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
         if kind in _OF_MATRICES and any(map(_is_apart, entries)):
             raise _refused(optimizer, "it is not elementwise, and ranks hold parts")
         if kind not in (*_ELEMENTWISE, *_OF_MATRICES) and any(e.registry.mesh.shape.world_size > 1 for e in entries):
-            _try(optimizer, {**(options or {}), **group}, group["params"][0], entries)
+            is_apart = any(map(_is_apart, entries))
+            kinds = {(each.ndim, each.dtype, each.device): each for each in group["params"]}
+            for like in kinds.values():  # it may treat matrices, or values in bfloat16, in a way of their own
+                _try(optimizer, {**(options or {}), **group}, like, is_apart=is_apart)
     _CHECKED[optimizer] = len(optimizer.param_groups)
 
 
@@ -72,17 +75,15 @@ def _is_apart(entry: ParameterEntry) -> bool:
     return entry.split is not None or entry.chunk is not None or entry.registry.mesh.size("pp") > 1
 
 
-def _try(
-    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], like: Tensor, entries: Sequence[ParameterEntry]
-) -> None:
-    """Trains two tiny matrices together, and again: their halves by themselves where parameters are apart, else as
-    before. Both must give the same, which an optimizer that draws random numbers does not.
+def _try(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], like: Tensor, *, is_apart: bool) -> None:
+    """Trains two tiny tensors with the dims, dtype and device of `like`, twice: the second time in halves where
+    parameters are apart. Both must give the same, which an optimizer that draws random numbers does not.
     """
     taken = inspect.signature(type(optimizer).__init__).parameters
     known = {name: value for name, value in options.items() if name in taken and name != "params"}
     if known.get("lr") is not None:  # a schedule may start from 0
         known["lr"] = _LR
-    is_apart, num_dims = any(map(_is_apart, entries)), max(len(entry.layout.shape) for entry in entries)
+    num_dims = like.ndim
     described = sorted((name, repr(value)) for name, value in known.items())
     tried = type(optimizer), is_apart, num_dims, like.dtype, str(like.device), tuple(described)
     if tried in _PASSED:
