@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from itertools import product
 from pathlib import Path
+from unittest import mock
 
 import peft
 import pytest
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 
 import shardwise
 from shardwise.comm.operations import all_gather_objects
+from shardwise.lora.files import adapter_state
 from shardwise.parameters.replicas import find_unequal_replicas
 from shardwise.plan.options import Recompute
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
@@ -280,3 +282,16 @@ def test_adapters_that_come_later_start_alike_whatever_the_ranks_seeds(on_ranks,
     assert first and seed != other
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
+
+
+def name_without_peft(mesh):
+    model = shardwise.parallelize(with_lora("llama"), mesh)
+    with mock.patch.object(peft, "get_peft_model_state_dict", side_effect=ValueError("no such adapter")):
+        with pytest.raises(ValueError, match="no such adapter"):
+            adapter_state(model, "default")
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("layout", ["tp2"])
+def test_what_peft_refuses_on_rank_0_is_an_error_on_all(on_ranks, layout):
+    on_ranks(name_without_peft)

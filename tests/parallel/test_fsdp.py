@@ -128,6 +128,16 @@ def ask_for_symmetric_memory():
         shardwise.parallelize(tiny_model("llama"), mesh, fsdp=shardwise.FsdpPolicy(symmetric_memory=True))
 
 
+@pytest.mark.single
+def test_parameters_that_are_stored_transposed_are_sharded_too():
+    with fake_mesh(MeshShape(fsdp_size=2)) as mesh:
+        model = tiny_model("llama", num_hidden_layers=1)
+        weight = model.lm_head.weight
+        weight.data = weight.data.t().contiguous().t()
+        assert not weight.is_contiguous()
+        assert all(isinstance(each, DTensor) for each in shardwise.parallelize(model, mesh).parameters())
+
+
 @pytest.mark.spawn
 def test_what_a_device_cannot_do_is_an_error():
     spawn(ask_for_symmetric_memory, 2)

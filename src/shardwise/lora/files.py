@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from shardwise.comm.operations import all_gather_objects
+from shardwise.comm.agree import gather_from_all
 from shardwise.errors import LoadError, counted, one_line
 from shardwise.lora.library import peft
 from shardwise.lora.wrapper import named_biases
@@ -74,8 +74,10 @@ def adapter_state(model: nn.Module, name: str) -> dict[str, Tensor]:
 
 def _chosen(model: nn.Module, shown: Mapping[str, Tensor], name: str, registry: Registry) -> dict[str, str]:
     """PEFT's name of every tensor that belongs to the file, to the model's: rank 0 asks PEFT, which may look around."""
-    chosen: dict[str, str] | None = None
-    if registry.mesh.rank == 0:
+
+    def choose() -> dict[str, str]:
+        if registry.mesh.rank:
+            return {}
         names = {id(value): fqn for fqn, value in shown.items()}
         with names_only(registry):
             by_fqn = {fqn_of("", key): key for key in model.state_dict()}  # PEFT looks for compiled modules by its key
@@ -84,9 +86,9 @@ def _chosen(model: nn.Module, shown: Mapping[str, Tensor], name: str, registry: 
         base: Any = find_model(model)
         state |= {fqn: shown[fqn] for fqn in named_biases(model, base.peft_config[name])}
         prefix = "" if find_model(model) is not model else _PREFIX
-        chosen = {fqn_of("", f"{prefix}{key}"): names[id(value)] for key, value in state.items()}
-    group = registry.mesh.group()
-    return dict(all_gather_objects(chosen, group)[0] if group is not None else chosen or {})
+        return {fqn_of("", f"{prefix}{key}"): names[id(value)] for key, value in state.items()}
+
+    return gather_from_all(registry.mesh.group(), "naming the tensors of an adapter", choose)[0]
 
 
 def write_adapter_files(directory: Path, state: Mapping[str, Tensor], config: bytes) -> None:

@@ -50,6 +50,9 @@ def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPol
         for name, parameter in model.named_parameters()
         if registry.entry(name).data is DataHandling.ALL_REDUCE
     }
+    for parameter in model.parameters():
+        if not parameter.is_contiguous():  # FSDP2 takes no others
+            parameter.data = parameter.data.contiguous()
     for parameter in kept_replicated:
         if not parameter.is_meta:
             parameter.data = parameter.data.to(mesh.device)
