@@ -438,23 +438,6 @@ def test_plans_of_models_come_back_as_the_same_rules():
 
 
 @single
-def test_a_model_of_its_own_gives_the_plans_that_it_and_its_children_declare():
-    class Planned(Mixer):
-        pass
-
-    Planned._tp_plan = {"blocks.*.up": "colwise", "head": "colwise"}
-    whole = nn.ModuleDict({"inner": Planned()})
-    whole["inner"]._tp_plan = {"blocks.*.down": "rowwise", "head": "colwise_rep"}
-    plan = get_hf_tp_shard_plan(whole)
-    assert list(plan) == ["inner.blocks.*.up", "inner.head", "inner.blocks.*.down"]
-    assert [type(style) for style in plan.values()] == [ColwiseParallel, ColwiseParallel, RowwiseParallel]
-    assert plan["inner.head"].output_layouts[0].is_replicate()  # its own over its class's
-    whole._tp_plan = {"inner.head": "sideways"}
-    with pytest.raises(ValueError, match="Unknown parallel style: sideways"):
-        get_hf_tp_shard_plan(whole)
-
-
-@single
 def test_classes_are_imported_or_all_their_errors_told():
     assert import_classes_from_paths(["torch.nn.Linear", LAYER])[0] is nn.Linear
     with pytest.raises(ConfigError) as caught:

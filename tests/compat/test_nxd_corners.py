@@ -170,7 +170,7 @@ def test_wrappers_are_seen_through(on_ranks, layout, tmp_path):
         assert found["applied to"] == ["Linear", "Own"]
         assert found["dtypes"] == {"torch.bfloat16"}
         assert "pad_model" in found["no config"] and "num_attention_heads" in found["no config"]
-        assert "pad_model" in found["of transformers"] and "3" in found["of transformers"]
+        assert "3" in found["of transformers"]
         assert found["steps built"] == 1
 
 

@@ -123,9 +123,8 @@ def adopt_model(
         PlanError: it has been split or adopted already.
         UnsupportedError: torch has wrapped it.
 
-    Communicates: the creation of groups for what several ranks hold of split parameters; in the first forward that
-        gradients are made of, one gather of digests. From here on every backward sums gradients over the data ranks
-        (their mean) and where tp ranks hold parts of the sum.
+    Communicates: the creation of groups for what several ranks hold of split parameters. From here on every backward
+        sums gradients over the data ranks (their mean) and where tp ranks hold parts of the sum.
     """
     model = find_model(given)
     with raise_on_all_ranks(mesh.group(), "reading the model"):
@@ -146,26 +145,11 @@ def adopt_model(
     for module in model.modules():
         if isinstance(module, SplitModule):
             module.mark_parameters()
-    if mesh.shape.world_size > 1 and stages is None:  # a pipeline runs parts of the model on every rank at other times
-        _check_at_first_forward(model)
     return registry
 
 
-def _check_at_first_forward(model: nn.Module) -> None:
-    pending = [True]  # shared with copies of the model, which have the hook, too
-
-    def check(module: nn.Module, args: Any) -> None:
-        if pending and torch.is_grad_enabled() and module.training and not torch.compiler.is_compiling():
-            handle.remove()
-            pending.clear()
-            check_equal_replicas(model)
-
-    handle = model.register_forward_pre_hook(check)
-
-
 def check_equal_replicas(model: nn.Module) -> None:
-    """Raises `LayoutError` on every rank where ranks hold different copies of a parameter; called before the first
-    training step, because weights may be loaded until then.
+    """Raises `LayoutError` on every rank where ranks hold different copies of a parameter.
 
     Communicates: over all ranks, one gather of digests.
     """

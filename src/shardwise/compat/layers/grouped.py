@@ -139,13 +139,10 @@ class GroupedProjections(SplitModule):
 
     def _misfit(self, num_heads: int) -> ConfigError:
         parts = self._split.tp.size
-        right = 1 if num_heads % parts == 0 else parts // num_heads if parts % num_heads == 0 else 0
         return ConfigError(
             f"{self.copies} copies (kv_size_multiplier) of {num_heads or 'some'} key/value heads on {parts} tp ranks",
             why="heads times copies must be the number of ranks, or a rank's queries would meet keys of other heads",
-            fix=f"use kv_size_multiplier {right}"
-            if num_heads and right and right != self.copies
-            else "use a number of ranks that divides the query heads, and is divided by or divides the key/value heads",
+            fix="use ranks / heads as kv_size_multiplier, or 1 where the heads divide by the ranks",
         )
 
 

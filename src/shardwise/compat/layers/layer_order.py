@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.agree import gather_from_all
+from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.compat.layers.grouped import note_heads
 from shardwise.compat.layers.split_module import running_alone
 from shardwise.mesh import Mesh
@@ -18,7 +17,6 @@ from shardwise.probe.layer_order import no_stages, no_stages_because, tried_orde
 from shardwise.probe.trial import reraise_as
 from shardwise.probe.tried_model import on_cpu
 from shardwise.runtime.modes import has_dropout
-from shardwise.sharding.json_form import from_json, to_json
 from shardwise.tiny.inputs import guess_batches
 from shardwise.tiny.models import set_runnable_mode
 from shardwise.tiny.objective import clone_batch
@@ -29,8 +27,7 @@ __all__ = ["layer_order_by_hand"]
 
 def layer_order_by_hand(model: nn.Module, mesh: Mesh, *, layers: Collection[str] = ()) -> LayerOrder:
     """As `find_layer_order`, of a model that was written by hand: there is no tiny one, so copies of itself run, on the
-    first of `guess_batches` that it takes; on rank 0 alone, since code that fails on one rank only must let no other
-    one wait.
+    first of `guess_batches` that it takes.
 
     Args:
         model: real, the same on every rank; it may hold modules that are divided over tp of `mesh`.
@@ -41,21 +38,15 @@ def layer_order_by_hand(model: nn.Module, mesh: Mesh, *, layers: Collection[str]
 
     Communicates: one gather of a small object over all ranks; before it as `note_heads`.
     """
-    group = mesh.group()
     note_heads(model, mesh)
-
-    def find() -> dict[str, Any] | None:
-        if group is not None and group.rank():
-            return None
-        with running_alone(model, mesh):
-            return to_json(_order_by_hand(model, layers))
-
-    found = gather_from_all(group, "finding the layers of the model", find)[0]
-    return from_json(LayerOrder, found)
-
-
-def _order_by_hand(model: nn.Module, layers: Collection[str]) -> LayerOrder:
-    with reraise_as(no_stages_because(type(model).__name__)), fork_all_rng(), torch.enable_grad():
+    name = type(model).__name__
+    with (
+        raise_on_all_ranks(mesh.group(), "finding the layers of the model"),
+        running_alone(model, mesh),
+        reraise_as(no_stages_because(name)),
+        fork_all_rng(),
+        torch.enable_grad(),
+    ):
         own = on_cpu(copy.deepcopy(model))
         batch = _taken_batch(own)
         set_runnable_mode(own, batch)

@@ -25,10 +25,6 @@ _AXES = {
 }
 """The names of dims, to what they are here. Parameters are sharded over data and context parallel ranks together."""
 
-_SHORT = {"data_parallel": "dp", "context_parallel": "cp"}
-_FLATTENED: dict[tuple[str, ...], str] = {("dp_shard", "cp"): "dp_shard_cp", ("dp", "cp"): "dp_cp"}
-"""What NeMo Automodel calls dims that it has flattened to one."""
-
 
 def adopt_device_mesh(device_mesh: DeviceMesh, *, shards: bool = True) -> Mesh:
     """The mesh over a `DeviceMesh` whose dims have names that torch's own programs, NeMo Automodel or we use.
@@ -61,6 +57,5 @@ def adopt_device_mesh(device_mesh: DeviceMesh, *, shards: bool = True) -> Mesh:
     if len(together) < 2:
         return Mesh.adopt(device_mesh, axes=axes)
     groups = {axes[name]: device_mesh.get_group(name) for name in wide if name not in together}
-    flattened = _FLATTENED.get(tuple(_SHORT.get(each, each) for each in together))
-    groups[sharding] = device_mesh[tuple(together)]._flatten(flattened).get_group()
+    groups[sharding] = device_mesh[tuple(together)]._flatten().get_group()
     return Mesh.adopt(groups)

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from shardwise.api.prepare import prepare
 from shardwise.compat.nemo_automodel.distributed.device_meshes import adopt_device_mesh
 from shardwise.compat.nemo_automodel.distributed.styles import (
-    declared_styles,
     hf_plan,
     import_from_path,
     read_plan,
@@ -181,14 +180,12 @@ def _unit_names(model: nn.Module, paths: list[str]) -> tuple[str, ...]:
 
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     """The tensor-parallel plan of a model, of any architecture: patterns of module names to styles, torch's where torch
-    has them, else `RuleStyle`s. Of a model that is not one of transformers, the `_tp_plan`s that it declares.
+    has them, else `RuleStyle`s.
 
     Raises:
-        PlanError: there is none that computes the same, or one that is declared has an unknown style.
+        PlanError: there is none that computes the same.
     """
     check_kind("the model", model, nn.Module, fix="pass a model, not its class or name")
-    if not isinstance(model, PreTrainedModel) and (declared := declared_styles(model)):
-        return declared
     return hf_plan(plan_for(model, ParallelSpec(), num_parts=2))
 
 

@@ -30,7 +30,7 @@ from shardwise.plan.rule import STYLES, Rule
 from shardwise.plan.spec import Plan
 from shardwise.runtime.reading import read_in_forward
 
-__all__ = ["RuleStyle", "declared_styles", "hf_plan", "import_from_path", "read_plan", "style_of"]
+__all__ = ["RuleStyle", "hf_plan", "import_from_path", "read_plan", "style_of"]
 
 _PREPARED = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
 _OF_TORCH: dict[str, tuple[type[ParallelStyle], dict[str, Any]]] = {
@@ -109,20 +109,6 @@ def hf_plan(plan: Plan) -> dict[str, ParallelStyle]:
     for rule in plan.rules:
         styles.setdefault(rule.pattern, []).append(rule.style)
     return {pattern: style_of(own[0]) if len(own) == 1 else RuleStyle(*own) for pattern, own in styles.items()}
-
-
-def declared_styles(model: nn.Module) -> dict[str, ParallelStyle]:
-    """Style objects for the `_tp_plan`s that a model and its children declare, on their classes or on themselves.
-
-    Raises:
-        PlanError: a plan has an unknown style.
-    """
-    found = {}
-    for start, module in {"": model, **{f"{name}.": child for name, child in model.named_children()}}.items():
-        for owner in (type(module), module):  # PEFT's models answer for the model inside, whose names differ
-            plan = vars(owner).get("_tp_plan") if owner is module else getattr(owner, "_tp_plan", None)
-            found.update({start + pattern: style_of(style) for pattern, style in (plan or {}).items()})
-    return found
 
 
 def import_from_path(path: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.compat.layers.by_hand import adopt_model
+from shardwise.compat.layers.by_hand import adopt_model, check_equal_replicas
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.parameters.registry import is_split
 
@@ -18,11 +18,15 @@ def move_model_to_device(model: nn.Module, device: torch.device | str) -> None:
     """Moves the model, and makes it known: gradients are complete when `backward` returns (means over data ranks, sums
     where tp ranks hold parts), and clipping, `full_state_dict` and checkpoints know its parameters.
 
-    Communicates: as `shardwise.compat.layers.by_hand.adopt_model`.
+    Raises:
+        LayoutError: ranks hold different copies of a parameter; the same on every rank.
+
+    Communicates: as `shardwise.compat.layers.by_hand.adopt_model`, and one gather of digests.
     """
     model.to(device)
     if not is_split(model):
         adopt_model(model, current_mesh())
+        check_equal_replicas(model)
 
 
 def set_tensor_model_parallel_attributes(

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from shardwise.api.checkpoints import load_checkpoint
 from shardwise.api.prepare import prepare
 from shardwise.comm.agree import raise_on_all_ranks
-from shardwise.compat.layers.by_hand import adopt_model, build_in_turns
+from shardwise.compat.layers.by_hand import adopt_model, build_in_turns, check_equal_replicas
 from shardwise.compat.layers.layer_order import layer_order_by_hand
 from shardwise.compat.layers.split_module import SplitModule
 from shardwise.compat.neuronx_distributed.modules.lora import LoRAModel
@@ -85,13 +85,8 @@ def split_model(model: nn.Module, nxd_config: Mapping[str, Any]) -> nn.Module:
             order = layer_order_by_hand(base, mesh, layers=named)
             pipeline = _pipeline_of(base, config, order)
         adopt_model(model, mesh, policy=policy, recompute=recompute, order=order, pipeline=pipeline)
+        check_equal_replicas(model)
     else:
-        if nxd_config["pad_model"] and (number := _heads_of(base)) % mesh.size("tp"):
-            raise ConfigError(
-                f"pad_model of a {type(base).__name__} with {number} attention heads on {mesh.size('tp')} tp ranks",
-                why="it pads heads of models that are written with parallel layers; this one is split by its plan",
-                fix=f"use a tensor_parallel_size that divides {number}, or write the attention with parallel layers",
-            )
         base.config.return_dict = True  # without it transformers 5 does not run its own models
         spec = ParallelSpec(
             sequence_parallel=nxd_config["sequence_parallel"] and mesh.size("tp") > 1,

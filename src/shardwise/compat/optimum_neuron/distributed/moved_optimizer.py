@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError, UnsupportedError, counted
 from shardwise.optim.elementwise import check_optimizer
-from shardwise.optim.optimizer import KNOWN, groups_of
+from shardwise.optim.optimizer import KNOWN, divided_groups, groups_of
 from shardwise.parameters.canonical import local_tensor
 from shardwise.parameters.registry import entry_of, find_parameters
 from shardwise.plan.options import check_kind
@@ -69,7 +68,9 @@ def move_optimizer(optimizer: torch.optim.Optimizer, moved: Mapping[int, Tensor]
     lazy = optimizer.__dict__.get(_ARGUMENTS)
     given = lazy[1] if lazy is not None else optimizer.param_groups
     _check_all(given, moved)
-    groups = [each for group in given for each in _moved_group(group, moved)]
+    kept = [[moved[id(_own(each))] for each in group["params"] if id(_own(each)) in moved] for group in given]
+    groups = divided_groups({**group, "params": params} for group, params in zip(given, kept, strict=True))
+    groups = groups or [{**given[0], "params": []}]  # all are other stages'
     if lazy is not None:
         made: torch.optim.Optimizer = lazy[0](groups, *lazy[2], **lazy[3])
     else:
@@ -104,22 +105,6 @@ def _check_all(groups: Iterable[Mapping[str, Any]], moved: Mapping[int, Tensor])
                 why="it is tied, and this stage knows it by its other name",
                 fix="map by all names: model.named_parameters(remove_duplicate=False)",
             )
-
-
-def _moved_group(group: Mapping[str, Any], moved: Mapping[int, Tensor]) -> list[dict[str, Any]]:
-    """A group over what its parameters have become: two where FSDP2 holds some, which foreach cannot update with the
-    others; an empty one where all are other stages'.
-    """
-    own = [(each, moved[id(_own(each))]) for each in group["params"] if id(_own(each)) in moved]
-    found = []
-    for kind in (True, False):
-        params = [
-            (each[0], value) if isinstance(each, tuple) else value
-            for each, value in own
-            if isinstance(value, DTensor) is kind
-        ]
-        found += [{**group, "params": params}] if params or not (own or kind) else []
-    return found
 
 
 def _alike(

@@ -6,13 +6,52 @@ import json
 from importlib import resources
 from typing import Any
 
-from transformers import CONFIG_MAPPING
+import transformers
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
+from shardwise.api.prepare import decide
 from shardwise.compat.optimum_neuron.distributed.base import Parallelizer
-from shardwise.compat.optimum_neuron.distributed.support import Support, find_support
-from shardwise.errors import UnsupportedError, did_you_mean
+from shardwise.errors import ShardwiseError, UnsupportedError, did_you_mean, one_line
+from shardwise.parallel.build import build_meta_model, named_class
+from shardwise.parameters.registry import is_split
+from shardwise.plan.options import ParallelSpec
+from shardwise.runtime.adapters import find_model
+from shardwise.topology.shape import MeshShape
 
-__all__ = ["ParallelizersManager"]
+__all__ = ["ParallelizersManager", "Support"]
+
+
+_KINDS = {
+    "tp2": (MeshShape(tp_size=2), ParallelSpec()),
+    "tp2 along the sequence": (MeshShape(tp_size=2), ParallelSpec(sequence_parallel=True)),
+    "pp2": (MeshShape(pp_size=2), ParallelSpec()),
+}
+_CLASSES: tuple[Any, ...] = (
+    transformers.AutoModelForCausalLM,
+    transformers.AutoModelForSeq2SeqLM,
+    transformers.AutoModelForMaskedLM,
+    transformers.AutoModelForImageTextToText,
+    transformers.AutoModelForSpeechSeq2Seq,
+    transformers.AutoModelForCTC,
+    transformers.AutoModelForImageClassification,
+    transformers.AutoModelForAudioClassification,
+    transformers.AutoModel,
+)
+"""Which class represents a model type: the first that has one."""
+
+
+class Support(tuple[bool, bool, bool]):
+    """Three booleans, true as a whole where the first is.
+
+    Attributes:
+        reason: why not, as text; empty where all are true.
+    """
+
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self[0]
 
 
 class ParallelizersManager:
@@ -32,9 +71,20 @@ class ParallelizersManager:
         booleans, with a `reason` as text. They are the answers of the checks that run when a model is split.
 
         Args:
-            model_type_or_model: a model type, a model class or a model, with PEFT's around it or in it.
+            model_type_or_model: a model, with PEFT's around it or in it; a model class; or a model type, which
+                represents the class that its config names, or else the first of a list of tasks.
         """
-        return find_support(model_type_or_model)
+        refused = {}
+        for kind, (shape, spec) in _KINDS.items():
+            try:
+                decide(_unsplit_model(model_type_or_model), shape, spec)
+            except ShardwiseError as error:
+                text = f"{error.summary}; {error.why}" if error.why else error.summary
+                refused[kind] = " ".join(text.split())
+        tensor, sequence, pipeline = (kind not in refused for kind in _KINDS)
+        support = Support((tensor, tensor and sequence, pipeline))
+        support.reason = "\n".join(f"{kind}: {why}" for kind, why in refused.items())
+        return support
 
     @classmethod
     def parallelizer_for_model(cls, model_type_or_model: Any) -> type[Parallelizer]:
@@ -47,3 +97,20 @@ class ParallelizersManager:
         if not callable(name) and str(name) not in CONFIG_MAPPING:
             raise UnsupportedError(f"transformers has no model type {name!r}{did_you_mean(str(name), CONFIG_MAPPING)}")
         return Parallelizer
+
+
+def _unsplit_model(given: Any) -> nn.Module:
+    if isinstance(given, nn.Module):
+        model = find_model(given)
+        if not isinstance(model, PreTrainedModel):
+            raise UnsupportedError(f"a {type(model).__name__} is no model of transformers")
+        return build_meta_model(model.config, type(model), dtype=model.dtype, options={}) if is_split(model) else model
+    try:
+        config = AutoConfig.for_model(given) if isinstance(given, str) else given.config_class()
+    except Exception as error:  # a config's class refuses its own defaults with errors of many kinds
+        why = one_line(error, limit=300)
+        raise UnsupportedError(f"there is no default config of {given!r}: {why}") from error
+    chosen = None if isinstance(given, str) else given
+    if chosen is None and named_class(config) is None:
+        chosen = next((each for each in _CLASSES if type(config) in each._model_mapping), None)
+    return build_meta_model(config, chosen, dtype=None, options={})
