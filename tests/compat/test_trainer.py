@@ -164,7 +164,6 @@ def refusals(mesh):
     for name, call in {
         "key": lambda: nxd.neuronx_distributed_config(optimizer_config={"zero_one_enable": True}),
         "pipeline key": lambda: nxd.neuronx_distributed_config(pipeline_config={"num_microbatch": 2}),
-        "checkpointing": lambda: nxd.neuronx_distributed_config(activation_checkpoint_config="ful"),
         "factor": lambda: nxd.neuronx_distributed_config(model_init_config={"sequential_move_factor": 0}),
     }.items():
         try:
@@ -179,6 +178,9 @@ def refusals(mesh):
     except MeshError as error:
         found["sizes"] = str(error)
     for name, call in {
+        "checkpointing": lambda: nxd.initialize_parallel_model(
+            nxd.neuronx_distributed_config(2, activation_checkpoint_config="ful"), tiny_model, "llama"
+        ),
         "class": lambda: nxd.initialize_parallel_model(
             nxd.neuronx_distributed_config(2, activation_checkpoint_config=nn.Conv2d(1, 1, 1)), tiny_model, "llama"
         ),
@@ -228,7 +230,7 @@ def test_what_is_refused_and_the_small_print(on_ranks, layout):
     expected = {
         "key": "did you mean 'zero_one_enabled'?",
         "pipeline key": "did you mean 'num_microbatches'?",
-        "checkpointing": "did you mean 'full'?",
+        "checkpointing": "has no ful",
         "factor": "sequential_move_factor is 0",
         "sizes": "tensor_parallel_size 1 and pipeline_parallel_size 1 on tp2",
         "class": "has no Conv2d",

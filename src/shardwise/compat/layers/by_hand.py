@@ -63,12 +63,8 @@ def build_in_turns(
 
     Args:
         build: does not communicate.
-        on_meta: build on the meta device, where nothing takes memory, and give parameters their values afterwards:
-            `fill(module, device)` for every module, or `fill(module)` where it takes no more, or without it those that
-            the modules start with.
-
-    Raises:
-        Exception: what `build` raised on some rank, on all of them.
+        on_meta: build on the meta device, where nothing takes memory, and give parameters their values afterwards.
+        fill: called with every module, and the device where it takes it; None: values that the modules start with.
 
     Communicates: one gather of a small object over all ranks for every turn.
     """

@@ -23,7 +23,6 @@ from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import 
 )
 from shardwise.compat.neuronx_distributed.trainer.optimizer import NxDOptimizer
 from shardwise.compat.warned import warn_idle
-from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.optim.optimizer import check_class, divided_groups
 from shardwise.optim.plain_step import inner_of
@@ -50,7 +49,7 @@ class NeuronZero1Optimizer(NxDOptimizer):
         defaults: options of `optimizer_class`.
 
     Raises:
-        ConfigError: the groups are others, or nothing is trained.
+        ConfigError: the groups are others.
 
     Communicates: a step averages gradients that nobody has, clips, and broadcasts updated parameters over data ranks.
     """
@@ -130,20 +129,9 @@ def _place(directory: str | os.PathLike[str]) -> Path:
 def build_sharded(
     parameters: Iterable[Any], optimizer_class: type[torch.optim.Optimizer], mesh: Mesh, **options: Any
 ) -> torch.optim.Optimizer:
-    """An optimizer of that class, each of whose states one data rank has.
-
-    Args:
-        parameters: or groups of them, the same on every data rank.
-
-    Raises:
-        ConfigError: none of them is trained.
-
-    Communicates: a step broadcasts, over the data ranks, the parameters that each has updated.
-    """
+    """An optimizer of that class, each of whose states one data rank has."""
     check_class(optimizer_class)
     groups = divided_groups(parameters)
-    if not groups:
-        raise ConfigError("an optimizer was given no parameter that is trained")
     group = mesh.group(*DATA_AXES)
     if group is None or any(isinstance(each, DTensor) for own in groups for each in own["params"]):
         return optimizer_class(groups, **options)

@@ -13,7 +13,6 @@ from torch import nn
 
 from shardwise.api.state import export_pretrained
 from shardwise.checkpoint.store import find_tag
-from shardwise.compat.layers.grouped import GroupedProjections
 from shardwise.errors import ConfigError, PlanError
 from shardwise.lora.inject import inject, named_targets, read_adapter_config
 from shardwise.lora.library import peft
@@ -117,14 +116,6 @@ def LoRAModel(module: nn.Module, LoraConfig: LoraConfig) -> nn.Module:  # noqa: 
     config = LoraConfig.for_peft(module)
     importlib.import_module("shardwise.compat.layers.adapters").register_split_layers(module, config)  # needs PEFT
     model = inject(module, config, on_meta=False)
-    for name, each in model.named_modules() if LoraConfig.merge_lora else ():
-        base = getattr(each, "base_layer", None)
-        if isinstance(base, GroupedProjections) and not base.fused:
-            raise ConfigError(
-                f"LoraConfig merge_lora with adapters around {name}, which keeps its weights apart",
-                why="one adapter of query, key and value is merged into one weight",
-                fix="build the layer with fuse_qkv=True, or leave merge_lora out",
-            )
     model.__dict__["lora_config"] = LoraConfig
     return model
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.errors import ConfigError, MeshError, UnsupportedError
+from shardwise.errors import ConfigError, MeshError
 from shardwise.job.groups import new_group_of_one
 from shardwise.job.rendezvous import read_world_size
 from shardwise.mesh import Mesh
@@ -52,12 +52,7 @@ class _State:
 
 
 def initialize_model_parallel(
-    tensor_model_parallel_size: int = 1,
-    pipeline_model_parallel_size: int = 1,
-    context_parallel_size: int = 1,
-    expert_model_parallel_size: int = 1,
-    *,
-    shards: bool = False,
+    tensor_model_parallel_size: int = 1, pipeline_model_parallel_size: int = 1, *, shards: bool = False
 ) -> None:
     """Arranges all ranks: tp innermost, then data ranks, pp outermost. Data ranks are those that tp and pp leave.
 
@@ -66,7 +61,6 @@ def initialize_model_parallel(
 
     Raises:
         MeshError: it has been done already, or the sizes do not divide the number of ranks.
-        UnsupportedError: context or expert parallelism.
 
     Communicates: as `Mesh.open`.
     """
@@ -74,12 +68,6 @@ def initialize_model_parallel(
         raise MeshError(
             f"model parallel is initialised already, as {current_mesh().shape}",
             fix="call parallel_state.destroy_model_parallel() first",
-        )
-    if context_parallel_size != 1 or expert_model_parallel_size != 1:
-        raise UnsupportedError(
-            f"context_parallel_size {context_parallel_size}, expert_model_parallel_size {expert_model_parallel_size}",
-            why="only tensor, data and pipeline parallelism are supported",
-            fix="leave them at their defaults",
         )
     _open(tensor_model_parallel_size, pipeline_model_parallel_size, shards=shards)
 

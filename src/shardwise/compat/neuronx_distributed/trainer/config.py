@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 
 from shardwise.compat.neuronx_distributed.modules.lora import LoraConfig
 from shardwise.compat.neuronx_distributed.parallel_layers import parallel_state
@@ -48,8 +47,6 @@ def neuronx_distributed_config(
     sequence_parallel: bool = False,
     model_init_config: Mapping[str, Any] | None = None,
     lora_config: Any = None,
-    expert_parallel_size: int = 1,
-    context_parallel_size: int = 1,
     mixed_precision_config: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Returns what the training functions take, complete, and initialises model parallelism. Where no launcher has
@@ -67,8 +64,6 @@ def neuronx_distributed_config(
     config = {
         "tensor_parallel_size": tensor_parallel_size,
         "pipeline_parallel_size": pipeline_parallel_size,
-        "expert_parallel_size": expert_parallel_size,
-        "context_parallel_size": context_parallel_size,
         "pipeline_config": pipeline_config and dict(_checked_keys("pipeline_config", pipeline_config, _PIPELINE)),
         "activation_checkpoint_config": activation_checkpoint_config,
         "pad_model": pad_model,
@@ -103,8 +98,7 @@ def initialize(config: Mapping[str, Any]) -> None:
     tensor, pipeline = config["tensor_parallel_size"], config["pipeline_parallel_size"]
     shards = config["optimizer_config"]["zero_one_enabled"]
     if not parallel_state.model_parallel_is_initialized():
-        others = config["context_parallel_size"], config["expert_parallel_size"]
-        parallel_state.initialize_model_parallel(tensor, pipeline, *others, shards=shards)
+        parallel_state.initialize_model_parallel(tensor, pipeline, shards=shards)
     mesh = parallel_state.current_mesh()
     if (tensor, pipeline) != (mesh.size("tp"), mesh.size("pp")):
         raise MeshError(
@@ -147,13 +141,3 @@ def _check_values(config: Mapping[str, Any]) -> None:
     for name in ("num_microbatches", "virtual_pipeline_size"):
         check_count(f"pipeline_config {name}", pipeline.get(name, 1))
     check_count("sequential_move_factor", init["sequential_move_factor"])
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        check_count(name, config[name])
-    asked = config["activation_checkpoint_config"]
-    if asked not in (None, "full") and not all(isinstance(each, type | nn.Module) for each in _listed(asked)):
-        fix = 'use None, "full", a module, its class or several'
-        raise ConfigError(f"activation_checkpoint_config is {asked!r}{did_you_mean(str(asked), ['full'])}", fix=fix)
-
-
-def _listed(asked: Any) -> Any:
-    return asked if isinstance(asked, tuple | list | set) else [asked]

@@ -15,13 +15,13 @@ from shardwise.parallel.state_dict_guard import local_state_dict
 __all__ = ["NxDModel", "unwrapped"]
 
 
-def _delegated(name: str) -> Callable[..., Any]:
-    """The wrapped module's method of that name."""
+def _delegated(name: str, *, to: str = "module") -> Callable[..., Any]:
+    """The method of that name of the wrapped module, or of its `BatchRunner`."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.__dict__["module"], name)(*args, **kwargs)
+        return getattr(self.__dict__[to], name)(*args, **kwargs)
 
-    call.__name__, call.__doc__ = name, getattr(nn.Module, name).__doc__
+    call.__name__, call.__doc__ = name, getattr(nn.Module if to == "module" else BatchRunner, name).__doc__
     return call
 
 
@@ -57,6 +57,7 @@ class NxDModel(nn.Module):
     named_modules = _delegated("named_modules")
     named_children = _delegated("named_children")
     load_state_dict = _delegated("load_state_dict")
+    run_train, run_eval = _delegated("run_train", to="runner"), _delegated("run_eval", to="runner")
     local_parameters, local_named_parameters = nn.Module.parameters, named_parameters
 
     @property
@@ -74,16 +75,6 @@ class NxDModel(nn.Module):
         return local_state_dict(self.local_module(), *args, **kwargs)
 
     local_state_dict = state_dict
-
-    def run_train(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs forward and backward of one batch, through all stages of a pipeline; returns the loss, detached, on
-        every rank. See `shardwise.compat.run_batch.BatchRunner`.
-        """
-        return self.__dict__["runner"].run_train(*args, **kwargs)
-
-    def run_eval(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the model computes, without gradients; the same on every rank of a pipeline."""
-        return self.__dict__["runner"].run_eval(*args, **kwargs)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> NxDModel:
         """Calls `fn` with every module of the model."""

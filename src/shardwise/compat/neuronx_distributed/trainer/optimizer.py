@@ -76,6 +76,3 @@ class NxDOptimizer(torch.optim.Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["optimizer"], name)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.optimizer!r})"

@@ -111,13 +111,14 @@ def _recompute_of(model: nn.Module, nxd_config: Mapping[str, Any]) -> Recompute:
     if asked in (None, "full"):
         return Recompute(mode=asked or "none")
     given = asked if isinstance(asked, tuple | list | set) else (asked,)
-    classes = tuple(type(each) if isinstance(each, nn.Module) else each for each in given)
+    kinds = (type(each) if isinstance(each, nn.Module) else each for each in given)
+    classes = tuple(each for each in kinds if isinstance(each, type))
     names = [name for name, module in model.named_modules() if isinstance(module, classes) and name]
     if not names:
         raise ConfigError(
-            f"{type(model).__name__} has no {' or '.join(each.__name__ for each in classes)}",
+            f"{type(model).__name__} has no {asked}",
             at="activation_checkpoint_config",
-            fix="name classes of its modules",
+            fix='use None, "full", or classes of its modules',
         )
     return Recompute(mode="full", modules=tuple(outermost(names)))
 

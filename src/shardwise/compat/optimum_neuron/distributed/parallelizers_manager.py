@@ -31,11 +31,6 @@ _CLASSES: tuple[Any, ...] = (
     transformers.AutoModelForCausalLM,
     transformers.AutoModelForSeq2SeqLM,
     transformers.AutoModelForMaskedLM,
-    transformers.AutoModelForImageTextToText,
-    transformers.AutoModelForSpeechSeq2Seq,
-    transformers.AutoModelForCTC,
-    transformers.AutoModelForImageClassification,
-    transformers.AutoModelForAudioClassification,
     transformers.AutoModel,
 )
 """Which class represents a model type: the first that has one."""
