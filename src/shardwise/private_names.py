@@ -19,6 +19,7 @@ torch.Tensor._make_wrapper_subclass
 torch.Tensor:_backward_hooks
 torch.Tensor:_is_view
 torch.Tensor:_post_accumulate_grad_hooks
+torch.Tensor:_version
 torch.UntypedStorage:_cdata
 torch._C.DisableTorchFunctionSubclass
 torch._C._autograd._top_saved_tensors_default_hooks

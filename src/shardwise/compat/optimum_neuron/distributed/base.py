@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from shardwise.api import checkpoints
-from shardwise.api.left_replicated import leave_ends, leave_unwanted
 from shardwise.api.sources import split_lazily
 from shardwise.api.state import export_pretrained
 from shardwise.compat.layers.by_hand import split_rewritten
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
+from shardwise.compat.optimum_neuron.distributed.left_replicated import leave_ends, leave_unwanted
 from shardwise.compat.optimum_neuron.distributed.moved_optimizer import move_optimizer
 from shardwise.compat.run_batch import add_runners
 from shardwise.compat.warned import warn_idle

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardwise.api.lazily import build_lazily as from_pretrained_for_mp
-from shardwise.api.lazily import loading_lazily
+from shardwise.compat.optimum_neuron.distributed.lazily import build_lazily as from_pretrained_for_mp
+from shardwise.compat.optimum_neuron.distributed.lazily import loading_lazily
 from shardwise.compat.optimum_neuron.distributed.moved_optimizer import lazy_class as make_optimizer_constructor_lazy
 from shardwise.plan.options import check_count
 

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 import shardwise
-from shardwise.api.lazily import build_lazily, loading_lazily
 from shardwise.api.sources import split_lazily
+from shardwise.compat.optimum_neuron.distributed.lazily import build_lazily, loading_lazily
 from shardwise.errors import LoadError, UnsupportedError
 from shardwise.plan.options import ParallelSpec
 from tests.families import tiny_model
