@@ -85,3 +85,14 @@ def test_what_does_not_belong_together_is_refused(trained, tmp_path, capsys):
         assert main(["convert", *arguments, "--to", "hf"]) != 0
         assert text in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_saved_with_its_base_is_not_merged_into_another(trained, tmp_path, capsys):
+    model = peft.get_peft_model(tiny_model("gpt2", tied=True, seed=3), peft.LoraConfig(target_modules=["c_attn"]))
+    with shardwise.Mesh.open("tp1") as mesh:
+        shardwise.save_checkpoint(tmp_path / "whole", model=shardwise.parallelize(model, mesh))
+    command = ["convert", str(trained / "base"), str(tmp_path / "out"), "--to", "hf", "--merge-adapter"]
+    assert main([*command, str(tmp_path / "whole")]) == 1
+    assert "also holds the weights that the adapter was trained on" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "whole"), str(tmp_path / "adapter"), "--to", "hf", "--adapter"]) == 0
+    assert main([*command, str(tmp_path / "adapter")]) == 0

@@ -68,7 +68,7 @@ def merge_adapter(
 
     Raises:
         LoadError: something is damaged, or does not belong together.
-        UnsupportedError: the checkpoint holds no adapter.
+        UnsupportedError: the checkpoint holds no adapter, or the weights of a base, too.
     """
     with Mesh.open("tp1") as mesh:
         if not _is_checkpoint(adapter):
@@ -77,6 +77,13 @@ def merge_adapter(
             with open_anywhere(adapter, tag) as stored:
                 _check_adapter(stored)
                 place = stored.directory
+                if stored.index.values.get("source") is None:
+                    raise UnsupportedError(
+                        f"merging the adapter of {stored.manifest.tag} into {os.fspath(base)!r}",
+                        at=str(place),
+                        why="the checkpoint also holds the weights that the adapter was trained on",
+                        fix="write its adapter with --adapter, and merge that",
+                    )
             model = load(base, mesh, adapter=read_adapter_config(place), dtype=dtype)
             load_checkpoint(place.parent, place.name, model=model)
         export_pretrained(model, directory, tokenizer=tokenizer, adapter="merged")
