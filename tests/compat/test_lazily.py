@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -75,36 +74,10 @@ def test_it_is_undone_whatever_happens_inside(saved):
     assert PreTrainedModel.__dict__["from_pretrained"] is before and not nn.Linear(2, 2).weight.is_meta
 
 
-def test_other_threads_see_nothing_of_it(saved):
-    found = {}
-
-    def other():
-        found["linear"] = nn.Linear(2, 2).weight.is_meta
-        found["loaded"] = any(each.is_meta for each in AutoModelForCausalLM.from_pretrained(saved).parameters())
-
-    def leaves_first(entered, may_leave):
-        with loading_lazily():
-            entered.set()
-            may_leave.wait(30)
-
-    events = threading.Event(), threading.Event()
-    lazy_too = threading.Thread(target=leaves_first, args=events)
-    with loading_lazily():
-        lazy_too.start()
-        assert events[0].wait(30)
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-        events[1].set()
-        lazy_too.join()
-        assert next(AutoModelForCausalLM.from_pretrained(saved).parameters()).is_meta, "another left, not this one"
-    assert found == {"linear": False, "loaded": False}
-
-
-def test_linears_and_embeddings_are_built_without_memory():
+def test_modules_are_built_without_memory():
     with loading_lazily():
         modules = nn.Linear(2, 3), nn.Embedding(4, 2), nn.LayerNorm(2), nn.Linear(2, 2, device="cpu")
-    assert [all(each.is_meta for each in module.parameters()) for module in modules] == [True, True, False, False]
+    assert [all(each.is_meta for each in module.parameters()) for module in modules] == [True, True, True, False]
 
 
 def test_a_model_of_a_config_starts_as_it_would_at_any_layout():
@@ -112,14 +85,11 @@ def test_a_model_of_a_config_starts_as_it_would_at_any_layout():
     with loading_lazily():
         model = AutoModelForCausalLM.from_config(config)
     assert model.lm_head.weight.is_meta and model.lm_head.weight is model.transformer.wte.weight
-    model.transformer.ln_f.weight.data.fill_(2.0)  # what is real stays as it is
     torch.manual_seed(7)
     split(model)
     with shardwise.Mesh.open("tp1") as mesh:
         expected = shardwise.load(config, mesh, seed=7)
-    expected.transformer.ln_f.weight.data.fill_(2.0)
-    own = [name for name, value in model.named_parameters() if "c_" not in name]  # Conv1D is real
-    assert own and all(torch.equal(model.get_parameter(name), expected.get_parameter(name)) for name in own)
+    assert_equal(model, expected)
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
@@ -144,7 +114,7 @@ def test_keywords_are_honoured(saved, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{"device_map": "auto"}, {"quantization_config": object()}, {"gguf_file": "x"}, {"state_dict": {"a": 1}}]
+    "options", [{"device_map": "auto"}, {"quantization_config": object()}, {"state_dict": {"a": 1}}]
 )
 def test_what_cannot_be_had_is_refused(saved, options):
     with pytest.raises(UnsupportedError, match=next(iter(options))):
@@ -166,14 +136,6 @@ def test_a_class_reads_its_own_part_of_a_config(tmp_path):
     model = build_lazily(transformers.CLIPTextModel, tmp_path)
     assert model.config.vocab_size == 60
     assert_equal(split(model), transformers.CLIPTextModel.from_pretrained(tmp_path))
-
-
-def test_resizing_before_the_split_is_right(saved):
-    model, expected = lazily(saved), AutoModelForCausalLM.from_pretrained(saved)
-    for each in (model, expected):
-        torch.manual_seed(0)
-        each.resize_token_embeddings(101, mean_resizing=False)
-    assert_equal(split(model), expected)
 
 
 def test_a_copy_is_filled_and_a_wrapper_is_refused(saved):

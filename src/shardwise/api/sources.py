@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import platform
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,7 +29,6 @@ from shardwise.parallel.coverage import Allowed
 from shardwise.parallel.loading import find_weights, load_weights
 from shardwise.parallel.materialize import (
     attributes_of,
-    draw_values,
     initialize_attributes,
     initialize_missing,
     record_missing,
@@ -37,7 +36,6 @@ from shardwise.parallel.materialize import (
 from shardwise.parameters.registry import Registry, Source, find_parameters
 from shardwise.parameters.source import note_source
 from shardwise.plan.options import ParallelSpec
-from shardwise.plan.structure import fqn_of
 from shardwise.runtime.adapter_facts import names_in_base
 from shardwise.runtime.adapters import find_model, has_adapters
 from shardwise.weights.conversion import Resolution
@@ -122,23 +120,6 @@ class WeightSource:
             first = {base: fqn for fqn, base in reversed(names.items())}
             duplicates = {first[alias]: first[base] for alias, base in self.found.duplicates.items()}
             self.found = replace(self.found, tensors=known, duplicates=duplicates)
-
-    def read_full(self, model: PreTrainedModel, wanted: Collection[int], *, seed: int) -> None:
-        """Gives the parameters of the unsplit model whose ids are `wanted` their full values, on the CPU."""
-        made: dict[int, nn.Parameter] = {}  # shared parameters stay shared
-        for name, module in model.named_modules():
-            for own, value in module._parameters.items():
-                if value is None or id(value) not in wanted:
-                    continue
-                if id(value) not in made:
-                    full = self._full(fqn_of(name, own), seed).to(value.dtype)
-                    made[id(value)] = nn.Parameter(full, requires_grad=value.requires_grad)
-                module._parameters[own] = made[id(value)]
-
-    def _full(self, fqn: str, seed: int) -> Tensor:
-        if self.found is not None and fqn in self.found.tensors:
-            return self.found.tensors[fqn].read()
-        return draw_values(self.construction, [self.unsplit[fqn]], f"{seed}/{fqn.rpartition('.')[0]}")[0]
 
     def fill(self, model: PreTrainedModel, registry: Registry, *, seed: int, reads: bool = True) -> None:
         """Gives this rank's part of what is still on the meta device its values.

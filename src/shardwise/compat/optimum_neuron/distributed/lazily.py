@@ -1,35 +1,21 @@
-"""Models that are loaded before their mesh is known: nothing is read until they are split.
-
-# [Note: lazy loading is one thread's]
-While some thread loads lazily, a function stands in the place of `from_pretrained` that asks who calls: whoever entered
-`loading_lazily` is given a model on the meta device, everybody else what transformers does (docs/decisions/0026).
-"""
+"""Models that are loaded before their mesh is known: nothing is read until they are split."""
 
 from __future__ import annotations
 
 import inspect
 import os
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shardwise.api.sources import SOURCE, WeightSource, build_meta
-from shardwise.errors import UnsupportedError
+from shardwise.api.sources import SOURCE, build_meta
 from shardwise.parallel.build import read_config
 from shardwise.weights.locate import HUB_OPTIONS
 
 __all__ = ["build_lazily", "loading_lazily"]
-
-_IS_LAZY: ContextVar[bool] = ContextVar("_shardwise_is_lazy", default=False)
 
 _NEEDLESS = frozenset(
     """
@@ -40,67 +26,19 @@ _NEEDLESS = frozenset(
 )
 """Options of `from_pretrained` that say how weights are read, which happens otherwise here."""
 
-_REFUSED = frozenset(
-    """
-    device_map max_memory offload_folder quantization_config load_in_8bit load_in_4bit gguf_file state_dict
-    fusion_config use_kernels kernel_config tp_plan tp_size device_mesh distributed_config
-    """.split()  # noqa: SIM905
-)
-"""Options of `from_pretrained` that a model which is to be split cannot have."""
-
-
-class _Patch:
-    """Replaces `PreTrainedModel.from_pretrained` while some thread loads lazily."""
-
-    def __init__(self) -> None:
-        self._lock, self._number = threading.Lock(), 0
-        self._before: Any = None
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        with self._lock:
-            self._number += 1
-            if self._number == 1:
-                self._before = PreTrainedModel.__dict__["from_pretrained"]
-                PreTrainedModel.from_pretrained = classmethod(self._from_pretrained)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._number -= 1
-                if self._number == 0:
-                    PreTrainedModel.from_pretrained = self._before
-
-    def _from_pretrained(self, cls: Any, *args: Any, **options: Any) -> Any:
-        return (build_lazily if _IS_LAZY.get() else self._before.__func__)(cls, *args, **options)
-
-
-_PATCH = _Patch()
-
-
-class _MetaModules(TorchFunctionMode):
-    """Builds linears and embeddings of this thread on the meta device, unless they are told another."""
-
-    _BUILT = (nn.Linear.__init__.__code__, nn.Embedding.__init__.__code__)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.empty and kwargs.get("device") is None and sys._getframe(1).f_code in self._BUILT:
-            kwargs = {**kwargs, "device": "meta"}
-        return func(*args, **kwargs)
-
 
 @contextmanager
 def loading_lazily() -> Iterator[None]:
-    """Inside, and in this thread alone, `from_pretrained` of transformers' models reads no weights, and every
-    `nn.Linear` and `nn.Embedding` is built on the meta device; `split_lazily` gives them their values.
+    """Inside, `from_pretrained` of transformers' models reads no weights, and modules are built on the meta device;
+    `split_lazily` gives them their values. In other threads, too, `from_pretrained` is lazy meanwhile.
     """
-    with _PATCH.installed(), _MetaModules():
-        token = _IS_LAZY.set(True)
-        try:
+    before = PreTrainedModel.__dict__["from_pretrained"]
+    PreTrainedModel.from_pretrained = classmethod(build_lazily)
+    try:
+        with torch.device("meta"):
             yield
-        finally:
-            _IS_LAZY.reset(token)
+    finally:
+        PreTrainedModel.from_pretrained = before
 
 
 def build_lazily(
@@ -126,11 +64,7 @@ def build_lazily(
         UnsupportedError: an option cannot be had for a model that is to be split.
     """
     place = pretrained_model_name_or_path
-    for name in _REFUSED & options.keys():
-        if options[name] not in (None, False, {}, ""):
-            why = "each rank reads its part of plain safetensors onto its own device when the model is split"
-            raise UnsupportedError(f"{name} of a model that is loaded by parts", why=why, fix="leave it out")
-    options = {name: value for name, value in options.items() if name not in _REFUSED | _NEEDLESS}
+    options = {name: value for name, value in options.items() if name not in _NEEDLESS and value is not None}
     wants_info, generation = options.pop("output_loading_info", False), options.pop("generation_config", None)
     other_name = options.pop("torch_dtype", None)
     dtype = options.pop("dtype", None) or other_name
@@ -147,7 +81,6 @@ def build_lazily(
     if generation is not None:
         model.generation_config = generation
     model.__dict__[SOURCE] = source
-    model.__dict__["resize_token_embeddings"] = MethodType(_resize, model)
     model._weight_map = {fqn: index[each.keys[0]].path for fqn, each in found.tensors.items() if each.keys}
     info = {
         "missing_keys": set(found.missing),
@@ -156,12 +89,3 @@ def build_lazily(
         "error_msgs": [],
     }
     return (model, info) if wants_info else model
-
-
-def _resize(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """As the model's own, with embedding and head read in full first."""
-    source: WeightSource = model.__dict__[SOURCE]
-    ends = [each for each in (model.get_input_embeddings(), model.get_output_embeddings()) if each is not None]
-    own = {id(value) for end in ends for value in end.parameters() if value.is_meta}
-    source.read_full(model, own, seed=torch.initial_seed())
-    return type(model).resize_token_embeddings(model, *args, **kwargs)

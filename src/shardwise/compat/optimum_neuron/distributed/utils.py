@@ -15,8 +15,8 @@ __all__ = ["from_pretrained_for_mp", "lazy_load_for_parallelism", "make_optimize
 
 @contextmanager
 def lazy_load_for_parallelism(tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> Iterator[None]:
-    """Inside, and for this thread alone, `from_pretrained` reads no weights, and every `nn.Linear` and `nn.Embedding`
-    is built on the meta device; `Parallelizer.parallelize` reads or initialises them, each rank its part.
+    """Inside, `from_pretrained` reads no weights, and modules are built on the meta device; `Parallelizer.parallelize`
+    reads or initialises them, each rank its part.
 
     Does nothing where both sizes are 1.
 
