@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.operations import all_reduce_
 from shardwise.data.batch import check_rows, count_targets, split_rows, target_names
-from shardwise.errors import BatchError, UnsupportedError, counted
+from shardwise.errors import BatchError, UnsupportedError
 from shardwise.optim.gradients import gradients_of
 from shardwise.parameters.registry import registry_of
 from shardwise.pipeline.forward import named_call
@@ -30,18 +30,18 @@ class BatchRunner:
     """Runs forward and backward of one batch after another, and forwards without gradients.
 
     A planned model with labels is trained by one `TrainStep`: the loss is the mean over the tokens of all data ranks'
-    batches, the same on every rank, and microbatches and pipelines work. Any other model gives its loss, an output
-    with a `loss`, or a tuple that begins with it; gradients are means over data ranks, the loss is this rank's.
+    batches, the same on every rank. Any other model gives its loss, an output with a `loss`, or a tuple that begins
+    with it; gradients are means over data ranks, the loss is this rank's.
 
     Args:
         model: a split model.
-        num_microbatches: where a pipeline's schedule does not take so many, its stages run one after the other.
+        num_microbatches: of a pipeline; where its schedule does not take so many, stages run one after the other.
         averages: return the mean of the data ranks' losses, also of a hand-written model.
     """
 
     def __init__(self, model: nn.Module, *, num_microbatches: int = 1, averages: bool = False) -> None:
-        self._model, self._mesh, self._num_microbatches = model, registry_of(model).mesh, num_microbatches
-        self._averages = averages
+        self._model, self._mesh, self._averages = model, registry_of(model).mesh, averages
+        self._num_microbatches = num_microbatches if self._mesh.size("pp") > 1 else 1
         self._step: _Step | None = None  # from the first batch on: what it needs of the model is read once
 
     def run_train(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -55,7 +55,7 @@ class BatchRunner:
 
         Raises:
             BatchError: the model gives no loss, or rows do not divide.
-            UnsupportedError: microbatches, or a pipeline, of a planned model without named arguments and labels.
+            UnsupportedError: a pipeline of a planned model without labels.
 
         Communicates: as `TrainStep`, or as the model's forward and backward; in a pipeline one all-reduce over pp.
         """
@@ -71,9 +71,9 @@ class BatchRunner:
             if self._step is None:
                 self._step = _Step(self._model, self._mesh, num_microbatches=self._num_microbatches)
             return self._step(arguments).loss
-        if self._num_microbatches > 1 or self._mesh.size("pp") > 1:
+        if self._mesh.size("pp") > 1:
             raise UnsupportedError(
-                f"{counted(self._num_microbatches, 'microbatch')} on {self._mesh.shape} of a batch without labels",
+                f"a batch without labels on {self._mesh.shape}",
                 why="it is the model's own targets that say how microbatches are weighted",
                 fix="pass the keyword arguments of the model's forward, labels included",
             )
@@ -94,7 +94,7 @@ class BatchRunner:
         """
         model, mesh, number = self._model, self._mesh, self._num_microbatches
         pipeline, gradients = runner_of(find_model(model)), gradients_of(model)
-        if number == 1 and pipeline is None:
+        if pipeline is None:
             loss = _loss_of(model(*args, **kwargs))
             loss.backward()
             return loss.detach()
@@ -104,7 +104,7 @@ class BatchRunner:
             rows = tensors[0].shape[0] if tensors else 0
             check_rows(rows, number)
             parts = split_rows(arguments, rows, number)
-            schedule = None if pipeline is None else pipeline.fitting(number)
+            schedule = pipeline.fitting(number)
         placed = tree_map_only(Tensor, lambda each: each.to(mesh.device), parts)
         has_targets = any(isinstance(parts[0].get(name), Tensor) for name in target_names(model))
         counts = [float(count_targets(model, part)) if has_targets else 1.0 for part in parts]
@@ -122,13 +122,8 @@ class BatchRunner:
 
         microbatches = [microbatch(*each) for each in zip(placed, weights, strict=True)]
         with gradients.together():
-            if pipeline is not None and schedule is not None:
-                pipeline.run(microbatches, schedule)
-                all_reduce_(total, pipeline.group)
-            else:
-                for each in microbatches:
-                    assert each.loss_of is not None
-                    each.loss_of(model(**each.arguments)).backward()
+            pipeline.run(microbatches, schedule)
+        all_reduce_(total, pipeline.group)
         return total
 
 
@@ -145,7 +140,7 @@ def add_runners(model: nn.Module, *, num_microbatches: int) -> None:
     pipeline = runner_of(find_model(model))
     if pipeline is not None:
         pipeline.num_microbatches = num_microbatches
-    runner = BatchRunner(model, num_microbatches=num_microbatches if pipeline is not None else 1)
+    runner = BatchRunner(model, num_microbatches=num_microbatches)
     model.__dict__.update(run_train=runner.run_train, run_eval=runner.run_eval)
 
 
