@@ -35,5 +35,5 @@ class InTurn(nn.Module):
 
 
 def test_layers_are_seen_in_the_order_in_which_they_run():
-    run = watch(InTurn(), {"x": torch.randn(2, 4, requires_grad=True)})
-    assert [layer.fqn for layer in run.layers] == ["attentions.0", "mlps.0", "attentions.1", "mlps.1"]
+    layers = watch(InTurn(), {"x": torch.randn(2, 4, requires_grad=True)})
+    assert [layer.fqn for layer in layers] == ["attentions.0", "mlps.0", "attentions.1", "mlps.1"]

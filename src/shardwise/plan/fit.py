@@ -12,7 +12,7 @@ from shardwise.plan.rule import AttributeRule, InputRule, ParameterRule, RegionR
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
 
-__all__ = ["MatchedRules", "check_weight", "idle_rules", "match_rules"]
+__all__ = ["MatchedRules", "check_weight", "match_rules", "rules_without_names"]
 
 _Kind = TypeVar("_Kind", bound=Rule)
 
@@ -106,28 +106,6 @@ def rules_without_names(plan: Plan, facts: ModelFacts) -> tuple[Rule, ...]:
     return tuple(rule for rule, names in _Fit(plan, facts).names.items() if not names)
 
 
-def idle_rules(plan: Plan, facts: ModelFacts) -> tuple[Rule, ...]:
-    """The rules that match nothing although nothing says why, or only modules without parameters of their own.
-
-    One plan serves all models of a family, dense layers and experts, so a rule may be idle where others that are
-    given for the same place are not.
-    """
-    fit = _Fit(plan, facts)
-    places = {place for rule, names in fit.names.items() if names for place in _places(rule)}
-    parameters = {fqn for fqn, *_ in facts.parameters()}
-    found = []
-    for rule, names in fit.names.items():
-        if not names:
-            nearest = next((place for place in _places(rule) if fit.matcher.governed(place)), None)
-            headless = facts.head is None and "." not in rule.pattern
-            is_idle = nearest not in places and not headless
-        else:
-            is_idle = isinstance(rule, ParameterRule) and rule.splits and not names & parameters
-        if is_idle:
-            found.append(rule)
-    return tuple(found)
-
-
 def check_weight(name: str, rule: ParameterRule, facts: ModelFacts) -> PlanError | None:
     """The error where a rule that splits governs a module without a parameter of its own."""
     module = facts.modules.get(name)
@@ -140,9 +118,3 @@ def check_weight(name: str, rule: ParameterRule, facts: ModelFacts) -> PlanError
         why=f"it holds {', '.join(inside)}" if inside else "nothing in it has any",
         fix="split the model before modules are put around its own, or give rules for what is inside",
     )
-
-
-def _places(rule: Rule) -> list[str]:
-    """The patterns of what is around what a rule matches, from the inside out."""
-    parts = rule.pattern.split(".")
-    return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1) if parts[end - 1] != "**"]

@@ -16,7 +16,7 @@ from shardwise.comm.count import CommunicationCount
 from shardwise.mesh import Mesh
 from shardwise.parameters.registry import registry_of
 from shardwise.plan.decision import SplitPlan
-from shardwise.plan.structure import LayerStack, is_within, parent_of
+from shardwise.plan.structure import is_within, outermost_layers, parent_of
 
 __all__ = ["LayerCollectives", "counted_layers"]
 
@@ -100,23 +100,7 @@ def _nodes(value: Any) -> list[Any]:
 
 
 def _layers(plan: SplitPlan) -> set[str]:
-    """FQNs of the layers of stacks that hold regions; where a layer is a stage, those in it instead."""
-    stacks = [stack for stack in plan.stacks if _is_counted(stack, plan)]
-    return {layer for stack in stacks for layer in stack.items} - {stack.within for stack in stacks}
-
-
-def _is_counted(stack: LayerStack, plan: SplitPlan) -> bool:
-    """Whether the layers of a stack are layers, and not the parts of one.
-
-    Inside of a layer they are alike, each with several regions or with nothing split next to them; a list of an
-    attention and an MLP, or of experts next to an attention, is none.
-    """
-    inside = _num_regions(stack.fqn, plan)
-    if not stack.within or not inside:
-        return bool(inside)
-    several = inside >= 2 * len(stack.items)
-    return len(stack.classes) == 1 and (several or inside == _num_regions(stack.within, plan))
-
-
-def _num_regions(module: str, plan: SplitPlan) -> int:
-    return sum(is_within(parent_of(region.fqn), (module,)) for region in plan.regions)
+    """FQNs of the outermost layers of stacks that hold regions."""
+    regions = [parent_of(region.fqn) for region in plan.regions]
+    stacks = [each for each in plan.stacks if any(is_within(region, (each.fqn,)) for region in regions)]
+    return set(outermost_layers(stacks))

@@ -29,7 +29,7 @@ from shardwise.search.reductions import fuse_reductions, widen_regions
 from shardwise.search.refusal import check_share, given_rules_error, no_plan_error, unplanned_error, with_reasons
 from shardwise.search.rules import Block, find_blocks
 from shardwise.search.sequence_rules import sequence_plans
-from shardwise.search.trace import Run, watch
+from shardwise.search.trace import Layer, watch
 from shardwise.sharding.placement import Split
 
 __all__ = ["Subject", "build_subject", "check_given_rules", "search_plan"]
@@ -200,7 +200,7 @@ class _Search:
         yield vocabulary
 
     @functools.cached_property
-    def _watched(self) -> tuple[list[Block], Run]:
+    def _watched(self) -> tuple[list[Block], list[Layer]]:
         """What the tiny model's graph shows, and a run without cuts; nothing where its own code fails while watched."""
         num_parts, eager = self._trial.num_parts, _eager(self._tiny)
         try:
@@ -211,16 +211,16 @@ class _Search:
             reason = f"its model cannot be watched: {type(error).__name__}: {str(error)[:200]}"
             logger.warning("%s: %s", type(self._tiny).__name__, reason)
             self.reasons |= dict.fromkeys((fqn for fqn, *_ in self._facts.parameters()), reason)
-            return [], Run()
+            return [], []
 
     def _variants(self, candidate: Candidate) -> Iterator[Plan]:
         """The forms of a plan to try: with fewer regions, or as it is; with the sequence split."""
-        _, run = self._watched
+        _, layers = self._watched
         widened = self._candidate(widen_regions(candidate))
-        first, *others = (fuse_reductions(each, run.layers) for each in dict.fromkeys((widened, candidate)))
+        first, *others = (fuse_reductions(each, layers) for each in dict.fromkeys((widened, candidate)))
         for plan in dict.fromkeys((first, widened.plan, *others, candidate.plan)):
             if self._sequence_parallel:
-                yield from sequence_plans(self._candidate(plan), run)
+                yield from sequence_plans(self._candidate(plan), layers)
             else:
                 yield plan
 

@@ -13,7 +13,7 @@ from shardwise.parallel.facts import read_facts
 from shardwise.plan.match import match, star_numbers
 from shardwise.plan.rule import SECTIONS, InputRule, ParameterRule, Rule
 from shardwise.plan.spec import Plan
-from shardwise.plan.structure import ModelFacts, Shape, is_within, outermost_layers
+from shardwise.plan.structure import ModelFacts, Shape, nearest, outermost_layers
 from shardwise.probe.tried_model import ITEM, layer_kind, names_in
 
 __all__ = ["generalize"]
@@ -30,53 +30,39 @@ def generalize(plan: Plan, tiny: nn.Module, model: nn.Module) -> Plan:
     Rules on inputs are those of all layers of the kind: an input that only some are given is None in the others.
     """
     tiny_facts, facts = read_facts(tiny), read_facts(model)
-    tiny_layers = {layer: names_in(tiny, layer) for layer in outermost_layers(tiny_facts.stacks)}
-    modules = {
-        layer: frozenset(f".{name}" for name, _ in tiny.get_submodule(layer).named_modules(remove_duplicate=False))
-        for layer in tiny_layers
-    }
+    sections = _Sections(tiny_facts, facts)
+    held = {layer: names_in(tiny, layer) for layer in outermost_layers(tiny_facts.stacks)}
+    alike: dict[tuple[str, frozenset[str]], list[str]] = {}
+    for layer, names in held.items():
+        alike.setdefault(layer_kind(layer, names), []).append(layer)
     layers = {layer: names_in(model, layer) for layer in outermost_layers(facts.stacks)}
-    inside: dict[str, list[Rule]] = {layer: [] for layer in tiny_layers}
-    outside: list[Rule] = []
-    for rule in plan.rules:
-        owner = next((layer for layer in tiny_layers if is_within(rule.pattern, (layer,))), None)
-        (outside if owner is None else inside[owner]).append(rule)
-    found: list[Rule] = []
-    for kind in SECTIONS:
-        own = {
-            layer: [(rule.pattern[len(layer) :], rule) for rule in rules if isinstance(rule, kind)]
-            for layer, rules in inside.items()
-        }
-        found += _for_layers(own, tiny_layers, modules, layers, _Sections(tiny_facts, facts))
-    return Plan(tuple(outside)) | Plan(tuple(found))
+    outside = tuple(rule for rule in plan.rules if nearest(rule.pattern, held) is None)
+    folded: list[Rule] = []
+    for section in SECTIONS:
+        inside: dict[str, list[_Suffixed]] = {layer: [] for layer in held}
+        for rule in plan.section(section):
+            if (owner := nearest(rule.pattern, held)) is not None:
+                inside[owner].append((rule.pattern[len(owner) :], rule))
+        found: list[tuple[str, _Suffixed]] = []
+        for layer, names in layers.items():
+            examples = alike.get(layer_kind(layer, names), [])
+            if is_known := layer in examples and held[layer] == names:
+                own = inside[layer]
+            else:
+                own = _merged([_for_any_length(inside[each], held[each] | _modules(tiny, each)) for each in examples])
+            owned = frozenset[str]().union(*(held[each] for each in examples))
+            own = _with_inputs(own, [inside[each] for each in examples], owned, is_known=is_known)
+            example = layer if is_known else next(iter(examples), layer)
+            found += (
+                (layer, (suffix, sections.fitted(rule, example + suffix, layer + suffix))) for suffix, rule in own
+            )
+        folded += _folded(found, list(layers))
+    return Plan(outside) | Plan(tuple(folded))
 
 
-def _for_layers(
-    inside: dict[str, list[_Suffixed]],
-    tiny_layers: dict[str, frozenset[str]],
-    modules: dict[str, frozenset[str]],
-    layers: dict[str, frozenset[str]],
-    sections: _Sections,
-) -> Iterator[Rule]:
-    """The rules of one section for `layers`, from those of the tiny model's layers; both with what they hold, the
-    latter with their modules, too.
-    """
-    examples: dict[tuple[str, frozenset[str]], list[str]] = {}
-    for layer, names in tiny_layers.items():
-        examples.setdefault(layer_kind(layer, names), []).append(layer)
-    found: list[tuple[str, _Suffixed]] = []
-    for layer, names in layers.items():
-        alike = examples.get(layer_kind(layer, names), [])
-        is_known = layer in alike and tiny_layers[layer] == names
-        if is_known:
-            own = inside[layer]
-        else:
-            own = _merged([_for_any_length(inside[each], tiny_layers[each] | modules[each]) for each in alike])
-        owned = frozenset[str]().union(*(tiny_layers[each] for each in alike))
-        own = _with_inputs(own, [inside[each] for each in alike], owned, is_known=is_known)
-        example = layer if is_known else next(iter(alike), layer)
-        found += ((layer, (suffix, sections.fitted(rule, example + suffix, layer + suffix))) for suffix, rule in own)
-    yield from _folded(found, list(layers))
+def _modules(model: nn.Module, layer: str) -> frozenset[str]:
+    named = model.get_submodule(layer).named_modules(remove_duplicate=False)
+    return frozenset(f".{name}" for name, _ in named)
 
 
 class _Sections:

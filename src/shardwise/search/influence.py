@@ -116,9 +116,9 @@ def find_row_products(
         banned |= open_ended
     found = list(search.found.values())
     cut = frozenset(search.found)
-    layers = watch(model, batch, cut=cut, thorough=True).layers
+    layers = watch(model, batch, cut=cut, thorough=True)
     if not all(is_linear_weight(model, name) for name in cut):
-        zeroed = {layer.fqn: layer for layer in watch(model, batch, cut=cut, with_zeroed_outputs=True).layers}
+        zeroed = {layer.fqn: layer for layer in watch(model, batch, cut=cut, with_zeroed_outputs=True)}
         for layer in layers:
             layer.with_zeroed_outputs = zeroed.get(layer.fqn)
     uses = {use.parameter: use for layer in layers for use in layer.uses}
@@ -149,13 +149,13 @@ class _Search:
 
     def run(self, model: nn.Module, batch: Mapping[str, Any]) -> list[Layer]:
         """Finds them; returns the layers with all of them cut."""
-        layers = watch(model, batch).layers
+        layers = watch(model, batch)
         for _ in range(_MAX_PASSES):
             before = len(self.found)
             for layer in layers:
                 self._accept(layer)
             if len(self.found) > before:
-                layers = watch(model, batch, cut=frozenset(self.found)).layers
+                layers = watch(model, batch, cut=frozenset(self.found))
             elif self._max_shared:
                 break
             else:  # what is clean is found; what is left may share some (the one key of a multi-query attention)

@@ -18,7 +18,7 @@ from shardwise.errors import PlanError, ShardwiseError
 from shardwise.parallel.declared_plans import declared_plan, read_request, vocabulary_plan
 from shardwise.parallel.facts import is_of_transformers, read_facts
 from shardwise.plan.families import PROVED
-from shardwise.plan.fit import idle_rules, match_rules, rules_without_names
+from shardwise.plan.fit import match_rules, rules_without_names
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.resolve import resolve
 from shardwise.plan.rule import Rule
@@ -33,8 +33,6 @@ from shardwise.tiny.random import fork_all_rng
 __all__ = ["plan_for"]
 
 logger = logging.getLogger("shardwise.plan")
-
-_MAX_SHOWN = 4
 
 
 def plan_for(model: nn.Module, spec: ParallelSpec, *, num_parts: int, facts: ModelFacts | None = None) -> Plan:
@@ -64,17 +62,16 @@ def _base_plan(
 ) -> tuple[Plan, bool]:
     """The rules for the model without its adapters, and whether the test suite proves them."""
     declared = declared_plan(model, facts)
-    automatic, idle, base = vocabulary_plan(facts) | declared, idle_rules(declared, facts), without_adapters(model)
-    is_known = bool(declared.rules) and not idle
+    automatic, base = vocabulary_plan(facts) | declared, without_adapters(model)
+    is_known = len(rules_without_names(declared, facts)) < len(declared.rules)
+    idle = () if is_known else declared.rules
     if kind == "declared":
         if not is_known:
-            raise _unknown(model, declared, idle, "transformers declares none for it")
+            raise _unknown(model, idle, "transformers declares none for it")
         return automatic, False
     is_proved = is_known and kind == "auto" and facts.model_type in PROVED and is_of_transformers(base)
     if is_proved and not given.rules:
         return automatic, True
-    if idle:
-        logger.warning("%s", _unknown(model, declared, idle, "").summary)
     match_rules(automatic | given, facts)  # before a search: rules of the user that match nothing are errors
     question = {
         "declared": automatic.to_json(),
@@ -97,7 +94,7 @@ def _base_plan(
             logger.warning("the rules given for %s are used untried: %s", type(model).__name__, problem)
             return automatic | given, False
         else:
-            raise problem if isinstance(problem, PlanError) else _unknown(model, declared, idle, str(problem))
+            raise problem if isinstance(problem, PlanError) else _unknown(model, idle, str(problem))
     if tried == given:  # else the next call must say again which rules are untried
         write(path, plan.to_json())
     return plan | given, False
@@ -131,7 +128,7 @@ def _subject(
     return None, tried, problem
 
 
-def _unknown(model: nn.Module, declared: Plan, idle: Sequence[Rule], why: str) -> PlanError:
+def _unknown(model: nn.Module, idle: Sequence[Rule], why: str) -> PlanError:
     """The error for a model without a plan, or with one that is declared for other modules than the model's."""
     if not idle:
         return PlanError(
@@ -141,8 +138,8 @@ def _unknown(model: nn.Module, declared: Plan, idle: Sequence[Rule], why: str) -
             "shardwise.plan.spec.STYLES",
         )
     return PlanError(
-        f"{len(idle)} of the {len(declared.rules)} rules declared for {type(model).__name__} split nothing in it",
-        at="\n".join(f'rule "{rule.pattern}: {rule.style}" ({rule.source})' for rule in idle[:_MAX_SHOWN]),
-        why="its modules have other names, or hold others that have the weights: it is wrapped, or adapters were added",
+        f"the rules declared for {type(model).__name__} match nothing in it",
+        at=idle[0].place,
+        why="its modules have other names: it is wrapped, or adapters were added",
         fix="split the model itself, before anything is put around it or into it, or give rules with its names",
     )

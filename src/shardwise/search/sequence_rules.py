@@ -21,7 +21,7 @@ from shardwise.plan.structure import ModelFacts, is_within, outermost, parent_of
 from shardwise.runtime.arguments import hidden_name
 from shardwise.search.candidate import Candidate
 from shardwise.search.dependence import gradients_of, is_nonzero
-from shardwise.search.trace import Layer, ModuleCall, Run
+from shardwise.search.trace import Layer, ModuleCall
 
 __all__ = ["sequence_plans"]
 
@@ -30,20 +30,20 @@ _rule = functools.partial(SequenceRule, source="structure")
 _input = functools.partial(InputRule, source="structure")
 
 
-def sequence_plans(candidate: Candidate, run: Run) -> Iterator[Plan]:
+def sequence_plans(candidate: Candidate, layers: Sequence[Layer]) -> Iterator[Plan]:
     """Plans with rules that say where the sequence is split, best guess first; that may be the candidate's as it is.
 
     Args:
-        run: of a tiny model in eval mode, every tensor a node, nothing cut; empty where it cannot be watched.
+        layers: of a tiny model in eval mode, every tensor a node, nothing cut; empty where it cannot be watched.
     """
     plan, split, facts = candidate.plan, candidate.split, candidate.facts
     stacks = [stack.fqn for stack in stacks_with_regions(facts, split.regions)]
-    if len(stacks) < 2 or not run.layers:
+    if len(stacks) < 2 or not layers:
         yield plan  # where there is none, trying it says so
-    ran = [stack for stack in stacks if any(parent_of(layer.fqn) == stack for layer in run.layers)]
+    ran = [stack for stack in stacks if any(parent_of(layer.fqn) == stack for layer in layers)]
     seen = set()
     for chosen in _choices(ran, facts):
-        inside = [layer for layer in run.layers if parent_of(layer.fqn) in chosen]
+        inside = [layer for layer in layers if parent_of(layer.fqn) in chosen]
         for gathered, inputs, mixing in itertools.product(
             _gathered(inside, split), _inputs(inside), _mixing(inside, split)
         ):

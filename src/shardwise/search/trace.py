@@ -24,7 +24,7 @@ from shardwise.runtime.norm import compute_norm, moments_of, recognise_norm
 from shardwise.search.traced_sizes import MADE, SizeConstraint, flat, size_constraints_of, traced_integers
 from shardwise.tiny.objective import clone_batch
 
-__all__ = ["Layer", "ModuleCall", "Run", "Use", "norm_formula", "watch"]
+__all__ = ["Layer", "ModuleCall", "Use", "norm_formula", "watch"]
 
 # Functions that contract the last dim of an activation with a parameter: (position of the activation, of the weight).
 _PRODUCTS = {
@@ -97,17 +97,6 @@ class Layer:
     with_zeroed_outputs: Layer | None = None
 
 
-@dataclass(eq=False)
-class Run:
-    """One run of a model.
-
-    Attributes:
-        layers: what its layers did, in the order in which they first ran.
-    """
-
-    layers: list[Layer] = field(default_factory=list)
-
-
 def watch(
     model: nn.Module,
     batch: Mapping[str, Any],
@@ -115,8 +104,8 @@ def watch(
     cut: frozenset[str] = frozenset(),
     thorough: bool = False,
     with_zeroed_outputs: bool = False,
-) -> Run:
-    """Runs the model once.
+) -> list[Layer]:
+    """Runs the model once; returns its layers in the order in which they first ran.
 
     Args:
         cut: parameters whose products are detached: what comes after them no longer depends on what went in.
@@ -131,7 +120,7 @@ def watch(
         stack.enter_context(watcher)
         model(**clone_batch(batch))
     watcher.forget_unused()
-    return Run([layer for layer in watcher.ran.values() if layer.outputs])
+    return [layer for layer in watcher.ran.values() if layer.outputs]
 
 
 def norm_formula(module: nn.Module) -> NormFormula | None:

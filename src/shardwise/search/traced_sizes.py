@@ -154,61 +154,10 @@ def size_constraints_of(
         for dim, size in enumerate(sizes[: out.ndim]):
             if isinstance(size, TracedInt) and out.shape[dim] == size:
                 yield SizeConstraint(size, out, dim)
-    elif name == "unflatten":
-        first, sizes = values[1] % args[0].ndim, values[2]
-        for offset, size in enumerate(sizes):
-            if isinstance(size, TracedInt):
-                yield SizeConstraint(size, out, first + offset)
     elif name == "repeat_interleave" and isinstance(values[1], TracedInt):
         dim = kwargs.get("dim", args[2] if len(args) > 2 else None)
         if dim is not None:
             yield SizeConstraint(values[1], out, dim, (args[0], dim))
-    elif name in ("repeat", "tile"):
-        sizes = list(flat(args[1:]))
-        missing = len(sizes) - args[0].ndim
-        for dim, size in enumerate(sizes):
-            if isinstance(size, TracedInt) and dim >= missing:
-                yield SizeConstraint(size, out, dim, (args[0], dim - missing))
-    elif name == "narrow" and isinstance(values[-1], TracedInt):
-        yield SizeConstraint(values[-1], out, values[1])
-    elif name in ("conv1d", "conv2d") and isinstance(kwargs.get("groups", values[-1]), TracedInt):
-        yield SizeConstraint(kwargs.get("groups", values[-1]), out, 1)
-    elif name == "__getitem__":
-        yield from _slices(args[1], out)
-
-
-def _slices(index: Any, out: Tensor) -> Iterator[SizeConstraint]:
-    items = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(item, Tensor | list) for item in items):
-        return
-    if Ellipsis in [item for item in items if item is Ellipsis]:
-        at = next(position for position, item in enumerate(items) if item is Ellipsis)
-        after = sum(not isinstance(item, int) for item in items[at + 1 :])
-        placed = [*_dims(items[:at], 0), *_dims(items[at + 1 :], out.ndim - after)]
-    else:
-        placed = list(_dims(items, 0))
-    for item, dim in placed:
-        if isinstance(item, slice) and item.step is None:
-            size = _length(item)
-            if isinstance(size, TracedInt) and out.shape[dim] == size:
-                yield SizeConstraint(size, out, dim)
-
-
-def _length(item: slice) -> Any:
-    """How long a slice is as far as its bounds say, traced where they are."""
-    start, stop = item.start, item.stop
-    if stop is None:
-        return -start if isinstance(start, int) and start < 0 else None
-    return stop - start if isinstance(start, int) and start * stop >= 0 else stop
-
-
-def _dims(items: Sequence[Any], first: int) -> Iterator[tuple[Any, int]]:
-    dim = first
-    for item in items:
-        if isinstance(item, int):
-            continue
-        yield item, dim
-        dim += 1
 
 
 def flat(value: Any) -> Iterator[Any]:
