@@ -138,7 +138,6 @@ def test_every_style_has_one_line_of_meaning():
         ("a", "rowwise_into(b*)", "unknown style 'rowwise_into(b*)' (did you mean 'rowwise_into(NAME)'?)"),
         ("a", "region_output_into(NAME", "unknown style"),
         ("a", "divided(0)", "unknown style 'divided(0)' (did you mean 'divided(N)'?)"),
-        ("a.norm", "sequence_parallel", "pass sequence_parallel=True"),
         ("a.q_*", "colwise", "'q_*' is not a name"),
         ("a..b", "colwise", "'' is not a name"),
         ("", "colwise", "'' is not a name"),

@@ -17,6 +17,7 @@ from dataclasses import replace
 from shardwise.errors import PlanError
 from shardwise.plan.decision import ParameterPlan, SplitPlan
 from shardwise.plan.pipeline_plan import Crossing, PipelinePlan, Returned
+from shardwise.plan.resolve import all_problems
 from shardwise.plan.rule import ParameterRule
 from shardwise.plan.structure import Adapted, AdapterFacts, AdapterParameter, ModelFacts, nearest, parent_of
 from shardwise.sharding.layout import Layout, Step
@@ -51,7 +52,7 @@ def with_adapters(plan: SplitPlan, facts: ModelFacts) -> SplitPlan:
         else:
             planned |= {fqn: each for fqn, each in found.items() if fqn not in adapters.tied}
     if problems:
-        raise _together(problems)
+        raise all_problems(problems)
     return _renamed(replace(plan, parameters=planned, tied=adapters.tied), adapters)
 
 
@@ -194,10 +195,3 @@ class _Names:
                 yield name
             else:
                 yield from (f"{instance}{name[len(owner) :]}" for instance in self._instances[owner])
-
-
-def _together(problems: list[PlanError]) -> PlanError:
-    first, *others = problems
-    if others:
-        first.summary += f", nor {len(others)} more alike"
-    return first

@@ -179,9 +179,6 @@ class Compile:
     options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        backend: object = self.backend
-        if not (isinstance(backend, str) or callable(backend)):
-            raise ConfigError(f"Compile backend is {self.backend!r}", fix='use a name, such as "inductor"')
         if self.mode is not None:
             check_choice("Compile mode", self.mode, _MODES)
         if self.mode is not None and self.options:

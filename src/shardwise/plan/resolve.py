@@ -18,7 +18,7 @@ from shardwise.plan.spec import Plan
 from shardwise.plan.structure import Heads, ModelFacts, is_within, parent_of
 from shardwise.topology.shape import MeshShape
 
-__all__ = ["resolve"]
+__all__ = ["all_problems", "resolve"]
 
 _MODULE_STYLES = frozenset(
     {"embedding_colwise", "embedding_rowwise", "norm_split", "rowwise", "rowwise_reenter", "rowwise_split_input"}
@@ -33,7 +33,6 @@ def resolve(plan: Plan, facts: ModelFacts, *, tp_size: int, sequence_parallel: b
         PlanError: listing every rule that cannot be followed, with the legal sizes.
     """
     given = match_rules(plan, facts)
-    _check_size(facts, tp_size)
     if tp_size == 1:
         given = MatchedRules(unmatched=given.unmatched)
     given = replace(given, parameters=complete_ties(given.parameters, facts))
@@ -57,7 +56,7 @@ def resolve(plan: Plan, facts: ModelFacts, *, tp_size: int, sequence_parallel: b
     inputs, unsplit_inputs = _split_inputs(facts, given, tp_size)
     wrong = [*filter(None, problems), *wrong, *unsplit_heads.values(), *unsplit, *indivisible, *unsplit_inputs]
     if wrong:
-        raise _all_problems(wrong)
+        raise all_problems(wrong)
     styles = {**given.regions, **given.parameters}
     return SplitPlan(
         shape=MeshShape(tp_size=tp_size),
@@ -81,17 +80,6 @@ def resolve(plan: Plan, facts: ModelFacts, *, tp_size: int, sequence_parallel: b
         tied=facts.tied,
         embedding=facts.embedding,
     )
-
-
-def _check_size(facts: ModelFacts, tp_size: int) -> None:
-    """Refuses more ranks than any parameter has rows or columns, before every one of them is laid out."""
-    longest, fqn = max(((max(shape, default=1), fqn) for fqn, _, _, shape in facts.parameters()), default=(1, ""))
-    if tp_size > longest:
-        raise PlanError(
-            f"no parameter can be split over tp={tp_size}",
-            why=f"the longest dim of any is {longest}, in {fqn}",
-            fix="use a smaller tp, and fsdp or ddp for further ranks",
-        )
 
 
 def _vocabulary_head(given: MatchedRules, facts: ModelFacts) -> str | None:
@@ -175,10 +163,10 @@ def _split_inputs(
     return found, problems
 
 
-def _all_problems(problems: list[PlanError]) -> PlanError:
+def all_problems(problems: list[PlanError]) -> PlanError:
+    """One error for all of these; the same problem of every layer is one problem."""
     seen: dict[str, PlanError] = {}
     for problem in problems:
-        # The same problem of every layer is one problem.
         seen.setdefault("".join("*" if letter.isdigit() else letter for letter in problem.summary), problem)
     first, *others = seen.values()
     if not others:

@@ -73,13 +73,6 @@ class Rule:
                     at=at,
                     why=f"{component!r} is not a name, '*' (one component) or '**' (any number of components)",
                 )
-        if self.style == "sequence_parallel":  # transformers has it, of single modules
-            raise PlanError(
-                "sequence parallelism is no style of single modules",
-                at=at,
-                why="it follows from where hidden states are split, for all modules until they are gathered again",
-                fix="leave the rule out, and pass sequence_parallel=True",
-            )
         if not self._is_known():
             known = [style for styles in STYLES.values() for style in styles]
             raise PlanError(

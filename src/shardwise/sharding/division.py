@@ -5,7 +5,6 @@ The assignment follows from the layouts alone: every rank computes the same one 
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -120,16 +119,11 @@ def divide_boxes(
     shared = [(volume(box), name, box, ranks) for name, table in tables.items() for box, ranks in table.shared]
     total = sum(loads) + sum(size for size, *_ in shared)
     most = max(LEAST_ELEMENTS, min(MOST_ELEMENTS, total // (SHARES_PER_RANK * shape.world_size)))
-    queues: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     portions: dict[str, list[Portion]] = {}
     for _, name, box, ranks in sorted(shared, key=lambda each: -each[0]):
-        queue = queues.setdefault(ranks, [])
-        if not queue:
-            queue.extend((0, rank) for rank in ranks)
         for part in _cut(box, most):
-            rank = _pop_least_loaded(queue, loads)
+            rank = min(ranks, key=loads.__getitem__)
             loads[rank] += volume(part)
-            heapq.heappush(queue, (loads[rank], rank))
             portions.setdefault(name, []).append(Portion(part, rank))
     return Division(tables, portions)
 
@@ -158,13 +152,6 @@ def _find_holders(layout: Layout, places: Sequence[Mapping[str, int]]) -> _Holde
         if volume(box):
             found.add(box, tuple(sorted(held.get(box, ranks))))
     return found
-
-
-def _pop_least_loaded(queue: list[tuple[int, int]], loads: Sequence[int]) -> int:
-    """Removes the rank with the least to write from a heap of loads, which may have grown, and ranks."""
-    while (first := queue[0])[0] != loads[first[1]]:
-        heapq.heapreplace(queue, (loads[first[1]], first[1]))
-    return heapq.heappop(queue)[1]
 
 
 def _cut(box: Box, most: int) -> list[Box]:

@@ -7,10 +7,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
-from shardwise.errors import UnsupportedError
 from shardwise.tiny import families as rules
 from shardwise.tiny.fields import fields_of, is_count, layer_overrides, read_field, sub_configs
 from shardwise.tiny.layer_patterns import choose_layers, shrink_layer_lists
@@ -47,9 +45,6 @@ def shrink_config(
         vocab_size: rows of the embedding.
         without_dropout: sets every dropout, and whatever else makes training random, to 0.
         num_parts: what heads divide by in the tiny model if they do in the original.
-
-    Raises:
-        UnsupportedError: the tiny configuration does not pass the checks of its class.
     """
     tiny = copy.deepcopy(config)
     hidden_sizes = {size for each in sub_configs(config) if isinstance(size := read_field(each, "hidden_size"), int)}
@@ -66,7 +61,6 @@ def shrink_config(
         if shrink.overrides:
             part.per_layer_config = shrink.new_overrides(new)
     apply_repeatable(tiny, without_dropout=without_dropout)
-    _check(tiny)
     return tiny
 
 
@@ -97,19 +91,6 @@ def apply_repeatable(config: PreTrainedConfig, *, without_dropout: bool = True) 
             if name.endswith(_RANDOM) and value and not isinstance(value, bool):  # a switch is no chance
                 vars(part)[name] = _zero(value)
     return config
-
-
-def _check(config: PreTrainedConfig) -> None:
-    for part in sub_configs(config):
-        validate = getattr(part, "validate", None)
-        if validate is None:
-            continue
-        try:
-            validate()
-        except (StrictDataclassError, ValueError, TypeError) as error:
-            raise UnsupportedError(
-                f"no tiny model of {config.model_type!r}", at=type(part).__name__, why=str(error)
-            ) from error
 
 
 class _Shrink:
