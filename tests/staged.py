@@ -19,8 +19,7 @@ from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts
 from shardwise.parameters.canonical import canonical_tensor
 from shardwise.plan.options import ParallelSpec, Pipeline
-from shardwise.probe.layer_order import find_layer_order
-from shardwise.probe.staged import train_in_stages
+from shardwise.probe.layer_order import find_layer_order, train_in_stages
 from shardwise.runtime.adapter_facts import without_adapters
 from shardwise.search.planning import plan_for
 from shardwise.tiny.simulate import SimulatedMesh

@@ -7,9 +7,8 @@ import time
 
 from torch import Tensor
 
-from shardwise.probe.layer_order import find_layer_order
-from shardwise.probe.staged import train_in_stages
-from shardwise.proof.difference import Tolerance
+from shardwise.probe.layer_order import find_layer_order, train_in_stages
+from shardwise.proof.parity import Tolerance
 from shardwise.tiny.models import build_tiny_model, make_batch, set_runnable_mode, shrink_config
 from shardwise.tiny.objective import clone_batch, loss_or_surrogate
 from sweep.known import default_config, model_class

@@ -19,8 +19,7 @@ from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.spec import Plan
-from shardwise.probe.layer_order import find_layer_order
-from shardwise.probe.staged import train_in_stages
+from shardwise.probe.layer_order import find_layer_order, train_in_stages
 from shardwise.search.planning import plan_for
 from shardwise.stages.absent import Absent
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config

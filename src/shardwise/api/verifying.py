@@ -29,9 +29,16 @@ from shardwise.parallel.facts import read_facts
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.structure import outermost_layers
 from shardwise.probe.label_use import find_label_use
-from shardwise.proof.difference import Tolerance
 from shardwise.proof.draws import ReplayRandom
-from shardwise.proof.parity import Measurement, in_dtype, measure, measure_in_training, measure_narrow, runs_in_float64
+from shardwise.proof.parity import (
+    Measurement,
+    Tolerance,
+    in_dtype,
+    measure,
+    measure_in_training,
+    measure_narrow,
+    runs_in_float64,
+)
 from shardwise.proof.report import Report
 from shardwise.ranks.spawn import spawn
 from shardwise.runtime.adapters import find_model

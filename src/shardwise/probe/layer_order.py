@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,6 @@ from shardwise.parallel.stages import keep_stages
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan, Returned
 from shardwise.plan.structure import upwards
 from shardwise.probe.disk_cache import cache_path, read, write
-from shardwise.probe.staged import train_in_stages
 from shardwise.probe.trial import Verdict, reraise_as, verdict_of_exception
 from shardwise.probe.tried_model import build_tried_model
 from shardwise.probe.watch_order import watch_order
@@ -34,7 +33,7 @@ from shardwise.tiny.models import set_runnable_mode
 from shardwise.tiny.objective import clone_batch, loss_or_surrogate
 from shardwise.tiny.random import draws_in_backward, fork_all_rng
 
-__all__ = ["find_layer_order", "no_stages", "no_stages_because", "tried_order"]
+__all__ = ["find_layer_order", "no_stages", "no_stages_because", "train_in_stages", "tried_order"]
 
 logger = logging.getLogger("shardwise.plan")
 
@@ -117,6 +116,29 @@ def _stages_of_one(model: nn.Module, order: LayerOrder) -> Stages:
     """All stages in one model, one for every segment, in place."""
     starts = tuple(range(len(order.calls)))
     return keep_stages(model, PipelinePlan(order=order, schedule="1f1b", starts=starts, rank_of=starts), own=starts)
+
+
+def train_in_stages(stages: Sequence[Stages], batch: Mapping[str, Any]) -> tuple[Any, list[tuple[Tensor, ...]]]:
+    """One forward and backward through all stages.
+
+    Returns:
+        The output of the last one, and what every cut was crossed by.
+    """
+    sent: list[tuple[Tensor, ...]] = []
+    received: list[tuple[Tensor, ...]] = [()]
+    output: Any = None
+    for stage, each in enumerate(stages):
+        output = each.run(stage, clone_batch(batch), received[-1])
+        if stage < len(stages) - 1:
+            expected, _ = stages[stage + 1].shapes(stage + 1, clone_batch(batch))
+            sent.append(output)
+            pairs = zip(output, expected, strict=True)
+            received.append(tuple(value.detach().requires_grad_(known.needs_gradient) for value, known in pairs))
+    loss_or_surrogate(output).backward()
+    for values, copies in zip(reversed(sent), reversed(received), strict=False):
+        given = [(x, y.grad) for x, y in zip(values, copies, strict=True) if x.requires_grad and y.grad is not None]
+        torch.autograd.backward([x for x, _ in given], [gradient for _, gradient in given])
+    return output, sent
 
 
 def _returns_around(

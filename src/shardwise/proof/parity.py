@@ -23,14 +23,15 @@ from shardwise.parameters.replicas import find_unequal_replicas
 from shardwise.plan.match import star_numbers
 from shardwise.plan.structure import is_within, outermost_layers
 from shardwise.proof.counting import counted_layers
-from shardwise.proof.difference import Difference, Tolerance
 from shardwise.proof.draws import RecordRandom, ReplayRandom, in_microbatch_order
 from shardwise.tiny.objective import clone_batch, loss_or_surrogate
 from shardwise.tiny.random import fork_all_rng, training_copy
 from shardwise.topology.axes import DATA_AXES
 
 __all__ = [
+    "Difference",
     "Measurement",
+    "Tolerance",
     "in_dtype",
     "measure",
     "measure_in_training",
@@ -51,6 +52,45 @@ _TIMES, _FLOOR = 2.0, 2e-3
 
 Split = Callable[[nn.Module, Mesh], nn.Module]
 Step = Callable[[nn.Module, Mesh, Mapping[str, Any]], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """How far a split model may be from the unsplit one.
+
+    Attributes:
+        loss: absolute.
+        logits: absolute.
+        gradient: relative to the largest entry of the gradient in question, plus `gradient_floor` absolute.
+        parameter: absolute, after the optimizer's steps.
+    """
+
+    loss: float = 1e-5
+    logits: float = 1e-4
+    gradient: float = 1e-4
+    gradient_floor: float = 1e-6
+    parameter: float = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The largest difference found over named tensors: where, how large, and what would have been allowed.
+
+    Attributes:
+        num_compared: how many tensors were compared.
+        num_draws: how many random tensors, dropout masks for instance, both models drew alike.
+    """
+
+    error: float
+    allowed: float
+    name: str = ""
+    num_compared: int = 1
+    num_draws: int = 0
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is allowed; NaN never is."""
+        return self.error <= self.allowed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +142,7 @@ def measure(
     split: Split,
     step: Step,
     reference_loss: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None,
-    tolerance: Tolerance = Tolerance(),  # noqa: B008 - frozen
+    tolerance: Tolerance = Tolerance(),
     num_steps: int = 20,
 ) -> Measurement:
     """Trains `unsplit` and a split copy of it on the same `batch`; every rank of `mesh` calls this with equal
@@ -176,7 +216,7 @@ def measure_in_training(
     step: Step,
     loss_of: Callable[[nn.Module, Mapping[str, Any], Sequence[ReplayRandom]], Tensor],
     drops: bool = True,
-    tolerance: Tolerance = Tolerance(),  # noqa: B008 - frozen
+    tolerance: Tolerance = Tolerance(),
 ) -> Difference | None:
     """Trains a split copy of `full` with dropout for one step, and `full` with what the ranks dropped, put together;
     the largest difference of loss and gradients, or where ranks drop what the full model could not. None where `full`

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import VerificationError, counted
 from shardwise.plan.explain import table
-from shardwise.proof.difference import Difference
-from shardwise.proof.parity import Measurement
+from shardwise.proof.parity import Difference, Measurement
 
 __all__ = ["Report"]
 

@@ -21,12 +21,18 @@ from shardwise.plan.spec import Plan
 from shardwise.probe.trial import Trial, Verdict, reraise_as
 from shardwise.probe.tried_model import build_tried_model, is_small, trial_of
 from shardwise.runtime.modes import has_dropout
-from shardwise.search.candidate import Candidate
 from shardwise.search.generalize import generalize
 from shardwise.search.influence import find_row_products
 from shardwise.search.real_sizes import RealSizes
 from shardwise.search.reductions import fuse_reductions, widen_regions
-from shardwise.search.refusal import check_share, given_rules_error, no_plan_error, unplanned_error, with_reasons
+from shardwise.search.refusal import (
+    Candidate,
+    check_share,
+    given_rules_error,
+    no_plan_error,
+    unplanned_error,
+    with_reasons,
+)
 from shardwise.search.rules import Block, find_blocks
 from shardwise.search.sequence_rules import sequence_plans
 from shardwise.search.trace import Layer, watch

@@ -12,8 +12,8 @@ from shardwise.plan.decision import SplitPlan
 from shardwise.plan.rule import ParameterRule, RegionRule, Rule
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts, is_within, parent_of, upwards
-from shardwise.search.candidate import Candidate
 from shardwise.search.dependence import depends, gradients_of, is_nonzero, weighted_sum
+from shardwise.search.refusal import Candidate
 from shardwise.search.trace import Layer, ModuleCall
 
 __all__ = ["fuse_reductions", "widen_regions"]

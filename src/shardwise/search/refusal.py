@@ -1,22 +1,47 @@
-"""What a search for a plan leaves unsplit and why, and the errors where that is everything or too much."""
+"""A plan to be tried, what it leaves unsplit and why, and the errors where that is everything or too much."""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from shardwise.errors import PlanError
+from shardwise.plan.decision import ParameterPlan, SplitPlan
 from shardwise.plan.match import star_numbers
 from shardwise.plan.rule import ParameterRule
 from shardwise.plan.spec import Plan
+from shardwise.plan.structure import ModelFacts
 from shardwise.probe.trial import Verdict
-from shardwise.search.candidate import Candidate, split_share
 from shardwise.sharding.placement import Split
 
-__all__ = ["check_share", "given_rules_error", "no_plan_error", "unplanned_error", "with_reasons"]
+__all__ = ["Candidate", "check_share", "given_rules_error", "no_plan_error", "unplanned_error", "with_reasons"]
 
 _LEAST = 0.05
 """The part of the layers' elements that must be split: with less of it, ranks hold copies of one model."""
 _MAX_SHOWN = 8
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Candidate:
+    """A plan and its decision: `split` is what `plan`, with the rules of the user on top, resolves to for `facts`."""
+
+    plan: Plan
+    split: SplitPlan
+    facts: ModelFacts
+
+    @functools.cached_property
+    def share(self) -> float:
+        """Elements of the split parameters in layers over elements of all in layers."""
+        layers = self.split.parameters.items()
+        return split_share(planned for fqn, planned in layers if self.facts.layer_of(fqn) is not None)
+
+
+def split_share(planned: Iterable[ParameterPlan]) -> float:
+    """Elements of split parameters over elements of all."""
+    sizes = [(math.prod(parameter.shape), isinstance(parameter.placement, Split)) for parameter in planned]
+    return sum(size for size, is_split in sizes if is_split) / max(1, sum(size for size, _ in sizes))
 
 
 def with_reasons(candidate: Candidate, reasons: Mapping[str, str]) -> Plan:
