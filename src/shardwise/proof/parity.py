@@ -99,7 +99,6 @@ class Measurement:
 
     Attributes:
         unequal_replicas: names of parameters whose copies on different ranks are not bit-equal after the last step.
-        missing: gradients that only one of both models has.
         share_split: elements of split parameters over elements of all.
         block_share: the same over the layers' parameters that the batch reaches.
         collectives_per_layer: executed in the forward and in the backward of one run of a layer; None where no layer
@@ -117,7 +116,6 @@ class Measurement:
     gradient: Difference
     parameter: Difference
     unequal_replicas: tuple[str, ...]
-    missing: tuple[str, ...]
     share_split: float
     block_share: float
     collectives_per_layer: tuple[float, float] | None
@@ -131,7 +129,7 @@ class Measurement:
     def passed(self) -> bool:
         """Whether the split model computes what the unsplit one does."""
         differences = [value for value in vars(self).values() if isinstance(value, Difference)]
-        return all(each.passed for each in differences) and not self.unequal_replicas and not self.missing
+        return all(each.passed for each in differences) and not self.unequal_replicas
 
 
 def measure(
@@ -172,7 +170,6 @@ def measure(
         gradient=_worst(gradients, expected, tolerance.gradient, tolerance.gradient_floor),
         parameter=parameter,
         unequal_replicas=find_unequal_replicas(model),
-        missing=tuple(sorted(set(gradients) ^ set(expected))),
         share_split=_share(registry_of(model).entries.values()),
         block_share=_share(entry for name, entry in _in_layers(model).items() if name in expected),
         collectives_per_layer=collectives.per_run,

@@ -68,10 +68,8 @@ class Report:
             if name == "in_training" and not found[0].num_draws:
                 rows.append(("dropout", "not tried", "", "", self.without_dropout))
         unequal = sorted({name for found in self.measurements for name in found.unequal_replicas})
-        missing = sorted({name for found in self.measurements for name in found.missing})
         differing = f"{len(unequal)} unequal after {counted(self.measurements[0].num_steps, 'step')}"
         rows.append(("replicas", differing, "0", _verdict(not unequal), ", ".join(unequal)))
-        rows.append(("gradients", f"{len(missing)} missing", "0", _verdict(not missing), ", ".join(missing)))
         verdict = "equal to the unsplit model" if self.passed else "NOT equal to the unsplit model"
         if self.not_given:
             verdict += f", without {' and '.join(self.not_given)}, which it was not given"
