@@ -57,11 +57,7 @@ class BlockGraph:
     def equations(self) -> Iterator[Equation]:
         """Every size that traced integers gave, with the part that a rank has of it; None where none depends on it."""
         for constraint in self.layer.size_constraints:
-            part = self._part(constraint.out, constraint.dim)
-            if constraint.source is not None and part is not None:
-                source = self._part(*constraint.source)
-                part = part / source if source else None
-            yield Equation(constraint.size, part)
+            yield Equation(constraint.size, self._part(constraint.out, constraint.dim))
 
     def _find_bypassing_inputs(self, module: str) -> frozenset[str] | None:
         """The inputs of `module` that reach the layer's outputs past the (detached) row products: they bypass a region.
@@ -220,9 +216,7 @@ class BlockGraph:
     @functools.cached_property
     def _masks(self) -> dict[int, list[Tensor]]:
         """By identity of every constrained tensor and module input: where each rank's gradient, if any, is not 0."""
-        constraints = self.layer.size_constraints
-        tensors = [each.out for each in constraints]
-        tensors += [each.source[0] for each in constraints if each.source is not None]
+        tensors = [each.out for each in self.layer.size_constraints]
         tensors += [value for call in self.layer.calls for value in call.named.values()]
         nodes = list({id(tensor): tensor for tensor in tensors if tensor.requires_grad}.values())
         rows = {product.parameter for product in self.group}

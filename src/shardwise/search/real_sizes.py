@@ -2,15 +2,13 @@
 
 What passes on a tiny model may not fit other sizes: heads of which a rank's share makes no complete groups, sections
 of unequal length, counts that do not divide. Shapes alone show most of it, so a rank's part of the model is run forward
-and backward on fake tensors before the plan is used; with values where its code asks for them.
+and backward on fake tensors before the plan is used.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import logging
-from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -30,20 +28,15 @@ from shardwise.probe.trial import Verdict, verdict_of_exception
 from shardwise.probe.tried_model import smallest_with_all_layer_kinds
 from shardwise.search.generalize import generalize
 from shardwise.sharding.placement import Split
-from shardwise.tiny.models import build_tiny_model, make_batch, set_runnable_mode
+from shardwise.tiny.models import make_batch
 from shardwise.tiny.objective import loss_or_surrogate
-from shardwise.tiny.shrink import apply_repeatable, keep_layers
+from shardwise.tiny.shrink import keep_layers
 from shardwise.tiny.simulate import SimulatedMesh
 from shardwise.topology.shape import MeshShape
 
 __all__ = ["RealSizes"]
 
 logger = logging.getLogger("shardwise.plan")
-
-
-_SMALL = 1 << 30
-"""Bytes of parameters in float32 up to which few layers are run with values, where fake tensors do not do; the part
-of a rank comes on top."""
 
 
 class RealSizes:
@@ -84,8 +77,6 @@ class RealSizes:
         except ShardwiseError as error:
             return verdict_of_exception(error)
         found = self._verdict(decided) if self.runs else None
-        if found is None and self._with_values is not None:
-            found = self._verdict(decided, self._with_values)
         if found is not None:
             return found
         alone = {each.fqn for each in decided.regions if each.edge == "gather"}  # whose outputs are full again
@@ -95,36 +86,15 @@ class RealSizes:
         reason = f"ranks hold unequal parts of {uneven}; only values would show whether they fit, and none can be tried"
         return Verdict(passed=True) if uneven is None else Verdict(passed=False, reason=reason)
 
-    @functools.cached_property
-    def _with_values(self) -> PreTrainedModel | None:
-        """The same layers with random weights; None where they are too large, or do not run unsplit."""
-        size = sum(each.numel() for each in self.model.parameters()) * torch.float32.itemsize
-        if size > _SMALL:
-            return None
-        try:
-            model = build_tiny_model(apply_repeatable(copy.deepcopy(self.model.config)), type(self.model), seed=0)
-        except Exception:  # noqa: BLE001 - as above
-            return None
-        unsplit = self._verdict(None, set_runnable_mode(model, make_batch(model, seed=0)))
-        return model if unsplit is not None and unsplit.passed else None
-
-    def _verdict(self, decided: SplitPlan | None, valued: PreTrainedModel | None = None) -> Verdict | None:
-        """Runs the ranks that hold most and least, one after another; the unsplit model where nothing is decided.
-
-        Args:
-            valued: what is run, with its values; without it fake tensors are.
-
-        Returns:
-            None where only values tell.
+    def _verdict(self, decided: SplitPlan | None) -> Verdict | None:
+        """Runs the ranks that hold most and least, one after another; the unsplit model where nothing is decided. None
+        where only values tell.
         """
         for rank in (0, self._num_parts - 1) if decided is not None and _uneven(decided) else (0,):
-            model, mesh = _copied(valued or self.model), SimulatedMesh(LoneGroup(rank, self._num_parts))
+            model, mesh = _copied(self.model), SimulatedMesh(LoneGroup(rank, self._num_parts))
             try:
-                with ExitStack() as stack:
-                    if valued is None:
-                        stack.enter_context(fake_tensors())
-                        stack.enter_context(AsOnDevices())
-                        materialize_fake(model)
+                with fake_tensors(), AsOnDevices():
+                    materialize_fake(model)
                     if decided is not None:
                         apply_plan(model, mesh, decided, ParallelSpec())
                     for parameter in filter(lambda each: each.requires_grad, model.parameters()):

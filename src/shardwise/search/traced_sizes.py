@@ -63,9 +63,6 @@ class TracedInt(int):
         names = self.names | (other.names if isinstance(other, TracedInt) else frozenset())
         return TracedInt._build(value, names, lambda parts: Fraction(combined(mine(parts), theirs(parts))))
 
-    def __neg__(self) -> Any:
-        return self * -1
-
 
 def _computing(compute: Callable[[Any, Any], Any], *, reflected: bool) -> Callable[[TracedInt, Any], Any]:
     return lambda number, other: number._combine(other, compute, reflected=reflected)
@@ -88,13 +85,11 @@ class SizeConstraint:
     Attributes:
         out: the tensor it made.
         dim: the dim of `out`.
-        source: a tensor and its dim to compare with, where the size is a ratio (`repeat_interleave`).
     """
 
     size: TracedInt
     out: Tensor
     dim: int
-    source: tuple[Tensor, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -147,17 +142,11 @@ def size_constraints_of(
             size = sizes[index] if isinstance(sizes, list | tuple) else sizes
             if isinstance(size, TracedInt) and piece.shape[dim] == size:
                 yield SizeConstraint(size, piece, dim)
-    if not isinstance(out, Tensor):
-        return
-    if name in _RESHAPED or name in MADE:
+    elif isinstance(out, Tensor) and (name in _RESHAPED or name in MADE):
         sizes = [value for value in flat(args) if isinstance(value, int) and not isinstance(value, bool)]
         for dim, size in enumerate(sizes[: out.ndim]):
             if isinstance(size, TracedInt) and out.shape[dim] == size:
                 yield SizeConstraint(size, out, dim)
-    elif name == "repeat_interleave" and isinstance(values[1], TracedInt):
-        dim = kwargs.get("dim", args[2] if len(args) > 2 else None)
-        if dim is not None:
-            yield SizeConstraint(values[1], out, dim, (args[0], dim))
 
 
 def flat(value: Any) -> Iterator[Any]:
