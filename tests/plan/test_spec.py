@@ -152,11 +152,6 @@ def test_what_is_no_rule(pattern, style, says):
     assert caught.value.at == f'rule "{pattern}: {style}"'
 
 
-def test_sources_are_one_word():
-    with pytest.raises(PlanError, match="not one word"):
-        ParameterRule("a", "colwise", "two words")
-
-
 def test_all_lines_that_are_no_rules_are_told_at_once():
     with pytest.raises(PlanError) as caught:
         Plan.parse("a: colwise\nb: colwize\nq_proj colwise\n")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shardwise.plan.pipeline_plan import PipelinePlan
@@ -14,10 +15,10 @@ from shardwise.plan.spec import Plan
 from shardwise.plan.structure import Heads, LayerStack, Shape
 from shardwise.plan.token_work import TokenWork
 from shardwise.sharding.layout import Layout
-from shardwise.sharding.placement import Placement, Replicate
+from shardwise.sharding.placement import Placement, Replicate, Split
 from shardwise.topology.shape import MeshShape
 
-__all__ = ["NormFormula", "ParameterPlan", "SplitPlan"]
+__all__ = ["NormFormula", "ParameterPlan", "SplitPlan", "split_share"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,12 @@ class ParameterPlan:
     def placement(self) -> Placement:
         """Over the tp axis."""
         return self.layout.placement("tp") or Replicate()
+
+
+def split_share(planned: Iterable[ParameterPlan]) -> float:
+    """Elements of split parameters over elements of all."""
+    sizes = [(math.prod(parameter.shape), isinstance(parameter.placement, Split)) for parameter in planned]
+    return sum(size for size, is_split in sizes if is_split) / max(1, sum(size for size, _ in sizes))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,6 @@ __all__ = [
 
 # A component is `*`, `**` or a name; a name cannot hold what the text form gives a meaning.
 _COMPONENT = re.compile(r"\*{1,2}|[^\s.:#*]+")
-_SOURCE = re.compile(r"[^\s:#]+")
 _ARGUMENTS = {"(NAME)": r"\([^()\s:#*]+\)", "(N)": r"\([1-9]\d*(?:/[1-9]\d*)?\)", "(DIM)": r"\(\d+\)"}
 UNREACHED = "no gradient reaches it here, so that nothing shows how to split it"
 """The reason of a rule for a parameter that no batch of the search has used."""
@@ -51,7 +50,7 @@ class Rule:
         reason: Why, in one line (white space is folded).
 
     Raises:
-        PlanError: the pattern is malformed, the style none of the section, or the source not one word.
+        PlanError: the pattern is malformed, or the style none of the section.
     """
 
     pattern: str
@@ -80,8 +79,6 @@ class Rule:
                 at=at,
                 fix="\n".join(f"[{section}] {', '.join(styles)}" for section, styles in STYLES.items()),
             )
-        if not _SOURCE.fullmatch(self.source):
-            raise PlanError(f"the source {self.source!r} of a rule is not one word", at=at)
 
     def _is_known(self) -> bool:
         """Whether the style is one of the section's, with arguments that can be read."""

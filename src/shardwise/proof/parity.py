@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +17,14 @@ from shardwise.comm.operations import all_gather_objects
 from shardwise.mesh import Mesh
 from shardwise.optim.optimizer import build_optimizer
 from shardwise.parameters.canonical import canonical_tensors
-from shardwise.parameters.registry import ParameterEntry, find_parameters, registry_of
+from shardwise.parameters.registry import find_parameters, registry_of
 from shardwise.parameters.replicas import find_unequal_replicas
+from shardwise.plan.decision import ParameterPlan, split_share
 from shardwise.plan.match import star_numbers
 from shardwise.plan.structure import is_within, outermost_layers
 from shardwise.proof.counting import counted_layers
 from shardwise.proof.draws import RecordRandom, ReplayRandom, in_microbatch_order
+from shardwise.sharding.placement import Split
 from shardwise.tiny.objective import clone_batch, loss_or_surrogate
 from shardwise.tiny.random import fork_all_rng, training_copy
 from shardwise.topology.axes import DATA_AXES
@@ -50,7 +51,7 @@ _OUTPUTS = ("last_hidden_state", "pooler_output")
 _TIMES, _FLOOR = 2.0, 2e-3
 """In the dtype of the run the split's error may be twice the unsplit model's, plus a floor of what is compared."""
 
-Split = Callable[[nn.Module, Mesh], nn.Module]
+Splitter = Callable[[nn.Module, Mesh], nn.Module]
 Step = Callable[[nn.Module, Mesh, Mapping[str, Any]], Tensor]
 
 
@@ -137,7 +138,7 @@ def measure(
     batch: Mapping[str, Any],
     mesh: Mesh,
     *,
-    split: Split,
+    split: Splitter,
     step: Step,
     reference_loss: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None,
     tolerance: Tolerance = Tolerance(),
@@ -162,6 +163,9 @@ def measure(
     with counted_layers(model, mesh) as collectives:
         loss = step(model, mesh, clone_batch(batch))
     gradients, expected = _gradients(model), _own_gradients(reference)
+    plan = registry_of(model).plan
+    layers = outermost_layers(plan.stacks)
+    in_layers = {fqn: each for fqn, each in plan.parameters.items() if is_within(fqn, layers)}
     steps = functools.partial(step, model, mesh), lambda batch: loss_of(reference, batch).backward()
     parameter = _parameters_apart(model, reference, batch, steps, num_steps, tolerance.parameter)
     return Measurement(
@@ -170,10 +174,10 @@ def measure(
         gradient=_worst(gradients, expected, tolerance.gradient, tolerance.gradient_floor),
         parameter=parameter,
         unequal_replicas=find_unequal_replicas(model),
-        share_split=_share(registry_of(model).entries.values()),
-        block_share=_share(entry for name, entry in _in_layers(model).items() if name in expected),
+        share_split=split_share(plan.parameters.values()),
+        block_share=split_share(each for fqn, each in in_layers.items() if fqn in expected),
         collectives_per_layer=collectives.per_run,
-        replicated=_replicated_matrices(model),
+        replicated=_replicated_matrices(in_layers),
         num_steps=num_steps,
         split_seconds=split_seconds,
     )
@@ -209,7 +213,7 @@ def measure_in_training(
     batch: Mapping[str, Any],
     mesh: Mesh,
     *,
-    split: Split,
+    split: Splitter,
     step: Step,
     loss_of: Callable[[nn.Module, Mapping[str, Any], Sequence[ReplayRandom]], Tensor],
     drops: bool = True,
@@ -259,7 +263,7 @@ def measure_narrow(
     mesh: Mesh,
     *,
     dtype: torch.dtype,
-    split: Split,
+    split: Splitter,
     step: Step,
     loss_of: Callable[[nn.Module, Mapping[str, Any]], Tensor],
 ) -> Difference:
@@ -308,26 +312,12 @@ def _own_gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
 
 
-def _share(entries: Iterable[ParameterEntry]) -> float:
-    """Elements of the split parameters among `entries` over elements of all, in canonical shapes."""
-    sizes = [(math.prod(entry.layout.shape), entry.split is not None) for entry in entries]
-    return sum(size for size, is_split in sizes if is_split) / max(1, sum(size for size, _ in sizes))
-
-
-def _in_layers(model: nn.Module) -> dict[str, ParameterEntry]:
-    """The parameters inside of layers."""
-    registry = registry_of(model)
-    layers = outermost_layers(registry.plan.stacks)
-    return {name: entry for name, entry in registry.entries.items() if is_within(name, layers)}
-
-
-def _replicated_matrices(model: nn.Module) -> tuple[str, ...]:
-    plan = registry_of(model).plan.parameters
-    found = {}
-    for name, entry in _in_layers(model).items():
-        if entry.split is None and len(entry.layout.shape) > 1:
-            found[star_numbers(name)] = plan[name].rule.meaning
-    return tuple(f"{name}: {reason}" for name, reason in found.items())
+def _replicated_matrices(planned: Mapping[str, ParameterPlan]) -> tuple[str, ...]:
+    whole = {
+        fqn: each for fqn, each in planned.items() if len(each.shape) > 1 and not isinstance(each.placement, Split)
+    }
+    reasons = {star_numbers(fqn): each.rule.meaning for fqn, each in whole.items()}
+    return tuple(f"{name}: {reason}" for name, reason in reasons.items())
 
 
 def _outputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:

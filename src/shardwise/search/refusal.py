@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import PlanError
-from shardwise.plan.decision import ParameterPlan, SplitPlan
+from shardwise.plan.decision import SplitPlan, split_share
 from shardwise.plan.match import star_numbers
 from shardwise.plan.rule import ParameterRule
 from shardwise.plan.spec import Plan
@@ -36,12 +35,6 @@ class Candidate:
         """Elements of the split parameters in layers over elements of all in layers."""
         layers = self.split.parameters.items()
         return split_share(planned for fqn, planned in layers if self.facts.layer_of(fqn) is not None)
-
-
-def split_share(planned: Iterable[ParameterPlan]) -> float:
-    """Elements of split parameters over elements of all."""
-    sizes = [(math.prod(parameter.shape), isinstance(parameter.placement, Split)) for parameter in planned]
-    return sum(size for size, is_split in sizes if is_split) / max(1, sum(size for size, _ in sizes))
 
 
 def with_reasons(candidate: Candidate, reasons: Mapping[str, str]) -> Plan:
