@@ -15,8 +15,7 @@ from transformers import PreTrainedConfig
 from shardwise.api.prepare import decide
 from shardwise.api.rehearsal import Rehearsal
 from shardwise.errors import ConfigError, UnsupportedError, counted
-from shardwise.estimate.memory import StateBytes, mib, state_bytes
-from shardwise.estimate.stages import describe_stages, schedule_of
+from shardwise.estimate.memory import StateBytes, describe_stages, mib, schedule_of, state_bytes
 from shardwise.lora.inject import inject
 from shardwise.parallel.build import build_meta_model, num_positions, read_config
 from shardwise.plan.decision import SplitPlan
