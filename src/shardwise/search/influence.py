@@ -170,10 +170,9 @@ class _Search:
         """Adds the layer's new row products, those with the largest splits first."""
         columns = self._columns.setdefault(layer.fqn, set())
         for product in self._candidates(layer):
-            known = self.of_layer(layer)
             splits = {name for name in product.required_indices if self._is_split(name, product, layer)}
-            rows = {each.parameter for each in known}
-            if product.parameter in columns or splits & rows or any(_conflict(product, each) for each in known):
+            rows = {each.parameter for each in self.of_layer(layer)}
+            if product.parameter in columns or splits & rows:
                 continue
             self.found[product.parameter] = product
             columns |= splits
@@ -220,15 +219,6 @@ def is_linear_weight(model: nn.Module, name: str) -> bool:
     """Whether a parameter is the weight of a linear, transformers' `Conv1D` included."""
     module = model.get_submodule(parent_of(name))
     return name.endswith(".weight") and (isinstance(module, nn.Linear) or hasattr(module, "nf"))
-
-
-def _conflict(product: RowProduct, other: RowProduct) -> bool:
-    """Whether two products split one weight in different ways: by heads, and inside of them."""
-    for name in product.required_indices.keys() & other.required_indices.keys():
-        ours, theirs = product.required_indices[name], other.required_indices[name]
-        if not ours.shared and not theirs.shared and (ours.dim != theirs.dim or ours.united(theirs).shared):
-            return True
-    return False
 
 
 def _open_ended(layer: Layer, products: Sequence[RowProduct]) -> list[str]:

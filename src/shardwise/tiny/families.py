@@ -188,7 +188,6 @@ class Family:
         inputs: optional arguments of the forward without which there is no loss.
         masks_frames: whether the forward needs a mask over frames of audio.
         id_rows: the field that says how many rows of input ids make one sequence; labels then have them last.
-        why: the reason.
     """
 
     set: Mapping[str, Any] = field(default_factory=dict)
@@ -196,60 +195,53 @@ class Family:
     inputs: tuple[str, ...] = ()
     masks_frames: bool = False
     id_rows: str | None = None
-    why: str
 
 
-_SHARED = "tying the shared block needs two layers that use it"
-_TWO_TOWERS = "text and image towers compute nothing without each other"
-_LENGTHS = "its loss counts the frames of the mask"
-_FOUR_STAGES = "four stages, each halving the patches, must leave a full window to the last"
-_MERGED_WINDOW = "a window must hold patches of 8 pixels, merged 2 by 2"
-
+# Each with the reason.
 FAMILIES: Mapping[str, Family] = {
-    "blt_global_transformer": Family(
-        set={"hidden_size": 128, "head_dim": 16}, why="as wide as the local encoder's crossed outputs, 2 x 64"
-    ),
-    "blt_local_encoder": Family(set={"hidden_size_global": 128}, why="the width of the global transformer"),
-    "blt_local_decoder": Family(set={"hidden_size_global": 128}, why="the width of the global transformer"),
-    "donut-swin": Family(set={"image_size": 64, "window_size": 2}, why=_FOUR_STAGES),
-    "swin": Family(set={"image_size": 64, "window_size": 2}, why=_FOUR_STAGES),
-    "levit": Family(set={"image_size": 64, "patch_size": 16}, why="its four strided convolutions make patches of 16"),
-    "mobilevitv2": Family(set={"image_size": 64}, why="it unfolds 2 x 2 patches after five halvings of the image"),
-    "qwen2_5_vl_vision": Family(set={"window_size": 32}, why=_MERGED_WINDOW),
-    "exaone4_5_vision": Family(set={"window_size": 32}, why=_MERGED_WINDOW),
-    "falcon_h1": Family(set={"mamba_d_ssm": 128}, why="the inner size is Mamba heads times their size, 8 x 16"),
+    # As wide as the local encoder's crossed outputs, 2 x 64.
+    "blt_global_transformer": Family(set={"hidden_size": 128, "head_dim": 16}),
+    "blt_local_encoder": Family(set={"hidden_size_global": 128}),
+    "blt_local_decoder": Family(set={"hidden_size_global": 128}),
+    # Four stages, each halving the patches, must leave a full window to the last.
+    "donut-swin": Family(set={"image_size": 64, "window_size": 2}),
+    "swin": Family(set={"image_size": 64, "window_size": 2}),
+    "levit": Family(set={"image_size": 64, "patch_size": 16}),  # four strided convolutions make patches of 16
+    "mobilevitv2": Family(set={"image_size": 64}),  # 2 x 2 patches are unfolded after five halvings of the image
+    # A window must hold patches of 8 pixels, merged 2 by 2.
+    "qwen2_5_vl_vision": Family(set={"window_size": 32}),
+    "exaone4_5_vision": Family(set={"window_size": 32}),
+    "falcon_h1": Family(set={"mamba_d_ssm": 128}),  # Mamba heads times their size, 8 x 16
+    # A rate above the sequence length compresses nothing.
     "deepseek_v4": Family(
-        set={"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
-        why="a rate above the sequence length compresses nothing",
+        set={"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}}
     ),
-    "dots3_note_text": Family(set={"head_dim": 32}, why="sliding layers check it against the parts of their keys"),
-    "aimv2": Family(inputs=("pixel_values",), why=_TWO_TOWERS),
-    "git": Family(inputs=("pixel_values",), why="its loss skips as many positions as an image has patches"),
-    "bridgetower": Family(inputs=("pixel_values",), why=_TWO_TOWERS),
-    "groupvit": Family(inputs=("pixel_values",), why=_TWO_TOWERS),
-    "vilt": Family(inputs=("pixel_values",), why=_TWO_TOWERS),
-    "vision-text-dual-encoder": Family(inputs=("pixel_values",), why=_TWO_TOWERS),
-    "voxtral_realtime": Family(inputs=("input_features",), why="every token is added to a frame of audio"),
-    "hrm_text": Family(
-        set={"num_layers_per_stack": 2, "num_hidden_layers": 16}, why="the count is layers x H cycles x (L cycles + 1)"
-    ),
-    "layoutlmv3": Family(
-        set={"coordinate_size": 8, "shape_size": 16}, why="4 coordinates and 2 sizes make the hidden size"
-    ),
-    "lilt": Family(set={"hidden_size": 96}, why="6 coordinates share the hidden size equally"),
-    "lasr_ctc": Family(masks_frames=True, why=_LENGTHS),
-    "mamba2": Family(set={"head_dim": 16}, why="heads times their size is `expand` times the hidden size"),
-    "moonshine": Family(set={"conv_stride": (64, 3, 2)}, why="its strides are not in its configuration"),
-    "musicgen_decoder": Family(id_rows="num_codebooks", why="a row of ids for every codebook"),
-    "musicgen_melody_decoder": Family(id_rows="num_codebooks", why="a row of ids for every codebook"),
-    "neomme": Family(set={"head_dim": 16}, why="rows and columns each rotate a quarter of the head"),
-    "parakeet_ctc": Family(masks_frames=True, why=_LENGTHS),
-    "perceiver": Family(set={"max_position_embeddings": 16}, why="logits come for every position, used or not"),
-    "reformer": Family(
-        set={"axial_pos_shape": (4, 4), "axial_pos_embds_dim": (16, 48), "hash_seed": 0},
-        why="axes multiply to the length of a training sequence and add up to the hidden size; hashing must repeat",
-    ),
-    "xlstm": Family(set={"hidden_size": 128, "embedding_dim": 128}, why="key sizes are rounded up to 64 in the model"),
-    "zamba": Family(repeats=2, why=_SHARED),
-    "zamba2": Family(repeats=2, set={"mamba_headdim": 16}, why=_SHARED),
+    "dots3_note_text": Family(set={"head_dim": 32}),  # sliding layers check it against the parts of their keys
+    # Text and image towers compute nothing without each other.
+    "aimv2": Family(inputs=("pixel_values",)),
+    "bridgetower": Family(inputs=("pixel_values",)),
+    "groupvit": Family(inputs=("pixel_values",)),
+    "vilt": Family(inputs=("pixel_values",)),
+    "vision-text-dual-encoder": Family(inputs=("pixel_values",)),
+    "git": Family(inputs=("pixel_values",)),  # its loss skips as many positions as an image has patches
+    "voxtral_realtime": Family(inputs=("input_features",)),  # every token is added to a frame of audio
+    "hrm_text": Family(set={"num_layers_per_stack": 2, "num_hidden_layers": 16}),  # layers x H cycles x (L cycles + 1)
+    "layoutlmv3": Family(set={"coordinate_size": 8, "shape_size": 16}),  # 4 and 2 of them make the hidden size
+    "lilt": Family(set={"hidden_size": 96}),  # 6 coordinates share the hidden size equally
+    # The loss counts the frames of the mask.
+    "lasr_ctc": Family(masks_frames=True),
+    "parakeet_ctc": Family(masks_frames=True),
+    "mamba2": Family(set={"head_dim": 16}),  # heads times their size is `expand` times the hidden size
+    "moonshine": Family(set={"conv_stride": (64, 3, 2)}),  # its strides are not in its configuration
+    # A row of ids for every codebook.
+    "musicgen_decoder": Family(id_rows="num_codebooks"),
+    "musicgen_melody_decoder": Family(id_rows="num_codebooks"),
+    "neomme": Family(set={"head_dim": 16}),  # rows and columns each rotate a quarter of the head
+    "perceiver": Family(set={"max_position_embeddings": 16}),  # logits come for every position, used or not
+    # Axes multiply to the length of a training sequence and add up to the hidden size; hashing must repeat.
+    "reformer": Family(set={"axial_pos_shape": (4, 4), "axial_pos_embds_dim": (16, 48), "hash_seed": 0}),
+    "xlstm": Family(set={"hidden_size": 128, "embedding_dim": 128}),  # key sizes are rounded up to 64 in the model
+    # Tying the shared block needs two layers that use it.
+    "zamba": Family(repeats=2),
+    "zamba2": Family(repeats=2, set={"mamba_headdim": 16}),
 }
