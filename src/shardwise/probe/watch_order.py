@@ -7,7 +7,7 @@ later one, it crosses every cut between the two.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from shardwise.plan.structure import outermost_layers, upwards
 from shardwise.stages.anchors import is_dropout, made_by, named_arguments, named_tensors, used_by, writes
 from shardwise.tiny.objective import clone_batch
 
-__all__ = ["watch_order"]
+__all__ = ["as_hook", "watch_order"]
 
 
 def watch_order(
@@ -155,19 +155,16 @@ class _Watcher(TorchFunctionMode):
         )
 
     def _depends(self, value: Tensor) -> bool:
-        return id(value) in self.values or self._is_parameter(value) or value.requires_grad
+        return id(value) in self.values or id(value) in self.parameters or value.requires_grad
 
     def _add(self, value: Tensor, anchor: str, place: str) -> _Value:
         known = _Value(value, len(self.values), self.segment, self.segment, anchor, place)
         return self.values.setdefault(id(value), known)
 
-    def _is_parameter(self, value: Tensor) -> bool:
-        return id(value) in self.parameters
-
     def use(self, values: Any) -> None:
         """Something computes with these tensors in the current segment."""
         for value in values:
-            if self._is_parameter(value):
+            if id(value) in self.parameters:
                 self.uses.setdefault(self.parameters[id(value)], set()).add(self.segment)
             elif id(value) in self.values:
                 known = self.values[id(value)]
@@ -181,42 +178,35 @@ class _Watcher(TorchFunctionMode):
             for name, module in self.model.named_modules():
                 if name in self.around:
                     continue
-                stack.callback(
-                    module.register_forward_pre_hook(self._entering(name), with_kwargs=True, prepend=True).remove
-                )
-                stack.callback(module.register_forward_hook(self._leaving(name), with_kwargs=True).remove)
+                enter, leave = as_hook(self._enter, name), as_hook(self._leave, name)
+                stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True).remove)
+                stack.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
             yield
 
-    def _entering(self, fqn: str) -> Any:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            number = self.numbers[fqn] = self.numbers.get(fqn, -1) + 1
-            arguments = named_arguments(module, args, kwargs)
-            if fqn in self.layers:
-                if any(call.fqn in self.layers for call in self.stack):
-                    raise PlanError(f"{type(self.model).__name__} runs {fqn} inside of {self.stack[-1].fqn}")
-                self.calls.append(fqn)
-                self.num_glue = 0
-                self.entries.append({id(value): path for path, value in reversed(list(named_tensors(arguments)))})
-                self.use(value for _, value in named_tensors(arguments))
-                self._use_dropped(value for _, value in named_tensors(arguments))
-            given = frozenset(id(value) for _, value in named_tensors(arguments))
-            self.stack.append(_Call(fqn, number, arguments, given, len(self.values)))
+    def _enter(self, fqn: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        number = self.numbers[fqn] = self.numbers.get(fqn, -1) + 1
+        arguments = named_arguments(module, args, kwargs)
+        tensors = list(named_tensors(arguments))
+        if fqn in self.layers:
+            if any(call.fqn in self.layers for call in self.stack):
+                raise PlanError(f"{type(self.model).__name__} runs {fqn} inside of {self.stack[-1].fqn}")
+            self.calls.append(fqn)
+            self.num_glue = 0
+            self.entries.append({id(value): path for path, value in reversed(tensors)})
+            self.use(value for _, value in tensors)
+            self._use_dropped(value for _, value in tensors)
+        given = frozenset(id(value) for _, value in tensors)
+        self.stack.append(_Call(fqn, number, arguments, given, len(self.values)))
 
-        return enter
-
-    def _leaving(self, fqn: str) -> Any:
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            call = self.stack.pop()
-            assert call.fqn == fqn
-            for path, value in named_tensors(output):
-                if not self._depends(value) or self._is_parameter(value):
-                    continue
-                known = self.values.get(id(value)) or self._add(value, "", fqn)
-                if not known.anchor or (not self.stack and known.number >= call.before):
-                    known.anchor = f"output:{fqn}:{call.number}:{path}"
-            self._note_returned(call, output)
-
-        return leave
+    def _leave(self, fqn: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call = self.stack.pop()
+        for path, value in named_tensors(output):
+            if not self._depends(value) or id(value) in self.parameters:
+                continue
+            known = self.values.get(id(value)) or self._add(value, "", fqn)
+            if not known.anchor or (not self.stack and known.number >= call.before):
+                known.anchor = f"output:{fqn}:{call.number}:{path}"
+        self._note_returned(call, output)
 
     def _note_returned(self, call: _Call, output: Any) -> None:
         after = (value for _, value in named_tensors(call.arguments) if self._depends(value))
@@ -307,6 +297,11 @@ class _Watcher(TorchFunctionMode):
 _READING = frozenset(
     ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "equal")
 )
+
+
+def as_hook(method: Callable[..., Any], fqn: Any) -> Callable[..., Any]:
+    """`method` given `fqn` before all else; a copy of a module shares it, as it does functions."""
+    return lambda *given: method(fqn, *given)
 
 
 def _untied(model: nn.Module) -> nn.Module:

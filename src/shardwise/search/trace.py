@@ -5,7 +5,7 @@ Every layer starts from detached inputs, so its autograd graph is its own; the g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from shardwise.errors import UnsupportedError
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.decision import NormFormula
 from shardwise.plan.structure import is_within, outermost_layers, parent_of, upwards
+from shardwise.probe.watch_order import as_hook
 from shardwise.runtime.arguments import argument_names
 from shardwise.runtime.norm import compute_norm, moments_of, recognise_norm
 from shardwise.search.traced_sizes import MADE, SizeConstraint, flat, size_constraints_of, traced_integers
@@ -235,11 +236,11 @@ class _Watcher(TorchFunctionMode):
             for name, module in self.model.named_modules():
                 formula, hooks = norm_formula(module), []
                 if is_within(name, self.layers):
-                    enter, leave = _bound(self._enter, name), _bound(self._leave, name)
+                    enter, leave = as_hook(self._enter, name), as_hook(self._leave, name)
                     hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
                     hooks.append(module.register_forward_hook(leave))
                 if formula is not None:
-                    compute = _bound(_compute_elementwise, formula)
+                    compute = as_hook(_compute_elementwise, formula)
                     hooks.append(module.register_forward_hook(compute, with_kwargs=True))
                 for hook in hooks:
                     stack.callback(hook.remove)
@@ -279,11 +280,6 @@ class _Watcher(TorchFunctionMode):
             layer, self.running = self.layers[fqn], None
             layer.outputs = call.outputs
             self.returned |= {id(value): value for value in call.outputs}
-
-
-def _bound(method: Callable[..., Any], first: Any) -> Callable[..., Any]:
-    """`method` as a hook, given `first` before all else; a copy of a module shares it, as it does functions."""
-    return lambda *given: method(first, *given)
 
 
 def _tensors(names: Sequence[str], args: Any, kwargs: Any) -> dict[str, Tensor]:
