@@ -60,26 +60,16 @@ def _watched(model: nn.Module, batch: Mapping[str, Any], layers: Collection[str]
 
 @dataclass(eq=False)
 class _Value:
-    """A tensor that depends on parameters.
+    """A tensor that depends on parameters."""
 
-    Attributes:
-        tensor: kept, so that nothing else gets its id.
-        number: how many such tensors there were before it.
-        born: the segment that made it.
-        used: the last segment that used it.
-        written: the last segment that changed it in place, before the first one where none did.
-        anchor: where it is found; empty while that is not known.
-        place: what made it, for who reads an error.
-    """
-
-    tensor: Tensor
-    number: int
-    born: int
-    used: int
-    anchor: str = ""
-    place: str = ""
-    count: int = 0
-    written: int = -1
+    tensor: Tensor  # kept, so that nothing else gets its id
+    number: int  # of such tensors before it
+    born: int  # the segment that made it
+    used: int  # the last segment that used it
+    anchor: str = ""  # where it is found, once that is known
+    place: str = ""  # what made it, for errors
+    count: int = 0  # of its uses
+    written: int = -1  # the last segment that changed it in place
 
 
 @dataclass(eq=False)

@@ -121,12 +121,7 @@ class _Search:
 
     Parts of plans (the rules of one kind of block) are tried on the tiny model alone. Where the best plan does not fit
     the model's own sizes, all is searched again with parts tried at these, too: only that shows which part it is.
-
-    Args:
-        given: rules of the user, which go on top of every plan that is tried.
-
-    Attributes:
-        reasons: FQNs of parameters for which no split passed, to why; filled on the way.
+    `reasons` has the parameters for which no split passed.
     """
 
     def __init__(self, subject: Subject, *, given: Plan = NO_RULES, sequence_parallel: bool) -> None:

@@ -150,12 +150,8 @@ def _merged(alike: list[list[_Suffixed]]) -> list[_Suffixed]:
 def _with_inputs(
     rules: list[_Suffixed], others: list[list[_Suffixed]], own: frozenset[str], *, is_known: bool
 ) -> list[_Suffixed]:
-    """`rules`, with the rules on inputs that other layers of the kind have.
-
-    Args:
-        own: names of what the layers hold.
-        is_known: whether the rules are the layer's own. Then it lacks only inputs that it is not always given,
-            which are those of modules with parameters; what a function like an activation is given, it always is.
+    """`rules`, with the rules on inputs that other layers of the kind have. A layer whose rules are its own lacks only
+    inputs that it is not always given: those of modules with parameters, which `own` names.
     """
     found = dict(rules)
     for suffix, rule in itertools.chain.from_iterable(others):

@@ -135,11 +135,7 @@ def find_row_products(
 
 
 class _Search:
-    """Row products, found pass by pass: those of a pass are cut in the next one.
-
-    Attributes:
-        found: by their weights.
-    """
+    """Row products by their weights, found pass by pass: those of a pass are cut in the next one."""
 
     def __init__(self, num_parts: int, banned: Iterable[str]) -> None:
         self.found: dict[str, RowProduct] = {}

@@ -40,16 +40,10 @@ logger = logging.getLogger("shardwise.plan")
 
 
 class RealSizes:
-    """Few layers of a model, of every kind, at its own sizes; all of them where none can be left out.
-
-    Attributes:
-        model: unsplit, on the meta device where it has few layers.
-        runs: whether it runs on tensors without values.
-    """
+    """Few layers of a model, of every kind, at its own sizes; all of them where none can be left out."""
 
     def __init__(self, model: PreTrainedModel, *, num_parts: int) -> None:
-        self._num_parts = num_parts
-        self.model, self.runs = model, False
+        self._num_parts, self.model = num_parts, model
         unsplit: Verdict | None
         try:
             with torch.device("meta"):
@@ -61,7 +55,7 @@ class RealSizes:
             unsplit = verdict_of_exception(error)
         else:
             unsplit = self._verdict(None)
-            self.runs = unsplit is not None and unsplit.passed
+        self.runs = unsplit is not None and unsplit.passed
         if not self.runs:
             why = unsplit.reason if unsplit is not None else "its code asks for values"
             logger.info("%s cannot be tried at its own sizes without values: %s", type(model).__name__, why)

@@ -217,11 +217,7 @@ class _Watcher(TorchFunctionMode):
         return out
 
     def _input_dim(self, weight: Tensor, dim: int) -> int:
-        """Which dim of the parameter a product contracts, found by the strides where the weight is a view.
-
-        Args:
-            dim: that of the weight.
-        """
+        """Which dim of the parameter a product contracts along `dim` of `weight`, a view: found by the strides."""
         base = self._origin(weight)
         stride, size = weight.stride(dim), weight.shape[dim]
         for candidate in reversed(range(base.ndim)):

@@ -129,11 +129,7 @@ def divide_boxes(
 
 
 def _find_holders(layout: Layout, places: Sequence[Mapping[str, int]]) -> _Holders:
-    """The boxes that ranks own, each with all ranks that hold the same: its owner at least.
-
-    Args:
-        places: coords of every rank of the mesh.
-    """
+    """The boxes that ranks, at these coords, own, each with all ranks that hold the same: its owner at least."""
     replicated = {step.axis: 0 for step in layout.steps if isinstance(step.placement, Replicate)}
     axes = [step.axis for step in layout.steps if step.axis not in replicated and step.size > 1]
     ranks_at: dict[tuple[int, ...], list[int]] = {}
