@@ -31,7 +31,7 @@ from shardwise.stages.model import Stages
 from shardwise.tiny.inputs import make_batch
 from shardwise.tiny.models import set_runnable_mode
 from shardwise.tiny.objective import clone_batch, loss_or_surrogate
-from shardwise.tiny.random import draws_in_backward, fork_all_rng
+from shardwise.tiny.random import fork_all_rng
 
 __all__ = ["find_layer_order", "no_stages", "no_stages_because", "train_in_stages", "tried_order"]
 
@@ -66,11 +66,7 @@ def _order_of(model: PreTrainedModel) -> LayerOrder:
     tiny = build_tried_model(model, num_layers=None)  # as deep as the model
     batch = make_batch(tiny, seed=0)
     set_runnable_mode(tiny, batch)
-    drops = has_dropout(model)
-    if drops and draws_in_backward(tiny, batch):
-        why = "in backward it drops again by seeds that its modules keep, those of the last microbatch for all of them"
-        raise no_stages(type(model).__name__, why, at="", fix="set dropout to 0 in the config, or use pp1")
-    return tried_order(tiny, batch, drops=drops)
+    return tried_order(tiny, batch, drops=has_dropout(model))
 
 
 def tried_order(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection[str] = (), drops: bool) -> LayerOrder:

@@ -11,12 +11,11 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.runtime.modes import dropout_chances, is_in_backward
 from shardwise.tiny.objective import clone_batch, loss_or_surrogate
 
-__all__ = ["draws_in_backward", "draws_shared", "fork_all_rng", "set_dropout", "training_copy"]
+__all__ = ["draws_shared", "fork_all_rng", "set_dropout", "training_copy"]
 
 _DROPOUT = 0.2
 
@@ -25,38 +24,14 @@ _NO_MASKS = ("attention", "rnn", "lstm", "gru", "aten::random_")
 (see [Note: random numbers] in `shardwise.runtime.context`)."""
 
 
-def draws_shared(func: Any, kwargs: Any, *, in_backward: bool = False) -> bool:
-    """Whether an operation draws from the stream that a model's forward shares; not from a generator of its own.
-
-    Args:
-        in_backward: whether it must run in backward, else in forward.
-    """
+def draws_shared(func: Any, kwargs: Any) -> bool:
+    """Whether an operation of a forward draws from the common stream, not from a generator of its own."""
     return (
         (kwargs or {}).get("generator") is None
         and torch.Tag.nondeterministic_seeded in func.tags
         and not any(name in func.name() for name in _NO_MASKS)
-        and is_in_backward() == in_backward
+        and not is_in_backward()
     )
-
-
-class _DrawsAgain(TorchDispatchMode):
-    found = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found |= draws_shared(func, kwargs, in_backward=True)
-        return func(*args, **(kwargs or {}))
-
-
-def draws_in_backward(model: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Whether a model, trained with dropout, draws again in backward, by seeds that it has kept."""
-    trained = copy.deepcopy(model).train()
-    set_dropout(trained, _DROPOUT)
-    try:
-        with fork_all_rng(), _DrawsAgain() as again:
-            loss_or_surrogate(trained(**clone_batch(batch))).backward()
-    except Exception:  # noqa: BLE001 - the model's own code fails in any way where it wants other inputs to train
-        return False
-    return again.found
 
 
 def training_copy(model: nn.Module, batch: Mapping[str, Any], *, drops: bool = True) -> nn.Module | None:
