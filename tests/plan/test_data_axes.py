@@ -59,7 +59,6 @@ def decided(layout: str, *, starts: tuple[int, ...] = (), rank_of: tuple[int, ..
 def test_without_a_pipeline_one_stage_holds_everything():
     plan = decided("tp2")
     assert {each.stages for each in plan.parameters.values()} == {(0,)}
-    assert plan.unmatched == Plan((InputRule("no.such", "aside", "structure"),))
     assert plan.names_held(0) == {*plan.parameters, "head.weight"}
     assert from_json(SplitPlan, json.loads(json.dumps(to_json(plan)))) == plan
 

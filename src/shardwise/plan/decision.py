@@ -11,7 +11,6 @@ from shardwise.plan.pipeline_plan import PipelinePlan
 from shardwise.plan.regions import Region
 from shardwise.plan.rule import ParameterRule
 from shardwise.plan.sequence_plan import SequencePlan
-from shardwise.plan.spec import Plan
 from shardwise.plan.structure import Heads, LayerStack, Shape
 from shardwise.plan.token_work import TokenWork
 from shardwise.sharding.layout import Layout
@@ -90,7 +89,6 @@ class SplitPlan:
         local_sizes: FQNs of inputs from which their modules read the size of a rank's part of their features.
         fused_reductions: FQN of a module whose partial sum is deferred to another module, to that one's.
         added: FQNs of the parameters of which every rank adds its share to a partial sum.
-        unmatched: rules that govern nothing in this model (never the user's: those are errors).
         tied: alias FQN of every tied parameter to its canonical FQN.
         units: FQNs of the modules that data parallelism gathers together (see [Note: units]).
         norms: FQN of every norm over split features, to what it computes.
@@ -113,7 +111,6 @@ class SplitPlan:
     local_sizes: frozenset[str] = frozenset()
     fused_reductions: Mapping[str, str] = field(default_factory=dict)
     added: tuple[str, ...] = ()
-    unmatched: Plan = field(default_factory=Plan)
     tied: Mapping[str, str] = field(default_factory=dict)
     embedding: str | None = None
     stacks: tuple[LayerStack, ...] = ()

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from shardwise.plan.decision import ParameterPlan, SplitPlan
 from shardwise.plan.match import star_numbers
-from shardwise.plan.rule import Rule
 from shardwise.sharding.boxes import shape_of
 from shardwise.topology.shape import MeshShape
 
@@ -47,7 +46,6 @@ class Explanation:
     """A resolved plan for people to read; `str` is the table.
 
     Attributes:
-        unmatched: automatic rules that match nothing in this model.
         collectives: what a microbatch's step communicates, as counted, in words.
         memory: what a rank keeps from step to step, in words; may be empty.
         stages: of a pipeline, in words, a line for each rank of pp.
@@ -55,7 +53,6 @@ class Explanation:
 
     layout: str
     rows: tuple[Row, ...]
-    unmatched: tuple[Rule, ...]
     collectives: tuple[str, ...]
     memory: str = ""
     stages: tuple[str, ...] = ()
@@ -83,8 +80,6 @@ class Explanation:
         shape = MeshShape.parse(self.layout)
         if replicated and shape.tp_size > 1:
             lines += ["stay replicated:", *(f"  {row.name}: {row.reason}" for row in replicated), ""]
-        if self.unmatched:
-            lines += ["rules without a match:", *(f"  {rule}" for rule in self.unmatched), ""]
         if self.stages:
             lines += ["stages:", *(f"  {line}" for line in self.stages), ""]
         if self.collectives:
@@ -112,7 +107,6 @@ def explain(
     return Explanation(
         layout=str(plan.shape),
         rows=tuple(_row(same, plan.shape) for same in grouped.values()),
-        unmatched=plan.unmatched.rules,
         collectives=collectives,
         memory=memory,
         stages=stages,

@@ -32,7 +32,6 @@ class MatchedRules:
     attributes: Mapping[str, AttributeRule] = field(default_factory=dict)
     inputs: Mapping[str, InputRule] = field(default_factory=dict)
     sequence: Mapping[str, SequenceRule] = field(default_factory=dict)
-    unmatched: tuple[Rule, ...] = ()
 
 
 def match_rules(plan: Plan, facts: ModelFacts) -> MatchedRules:
@@ -42,8 +41,7 @@ def match_rules(plan: Plan, facts: ModelFacts) -> MatchedRules:
         PlanError: rules whose source is `user` match nothing. All are reported, with the nearest existing names.
     """
     fit = _Fit(plan, facts)
-    unmatched = tuple(rule for rule, names in fit.names.items() if not names)
-    users = [rule for rule in unmatched if rule.source == "user"]
+    users = [rule for rule, names in fit.names.items() if not names and rule.source == "user"]
     if users:
         raise fit.nothing_matched(users)
     parameters = fit.governing(ParameterRule)
@@ -54,7 +52,6 @@ def match_rules(plan: Plan, facts: ModelFacts) -> MatchedRules:
         attributes=fit.governing(AttributeRule),
         inputs=fit.governing(InputRule),
         sequence=fit.governing(SequenceRule),
-        unmatched=unmatched,
     )
 
 

@@ -34,7 +34,7 @@ def resolve(plan: Plan, facts: ModelFacts, *, tp_size: int, sequence_parallel: b
     """
     given = match_rules(plan, facts)
     if tp_size == 1:
-        given = MatchedRules(unmatched=given.unmatched)
+        given = MatchedRules()
     given = replace(given, parameters=complete_ties(given.parameters, facts))
     problems = [check_weight(name, rule, facts) for name, rule in given.parameters.items()]
     head = _vocabulary_head(given, facts)
@@ -76,7 +76,6 @@ def resolve(plan: Plan, facts: ModelFacts, *, tp_size: int, sequence_parallel: b
         local_sizes=frozenset(name for name, rule in given.inputs.items() if rule.style == "local_size"),
         fused_reductions=fused_reductions,
         added=tuple(fqn for fqn, planned in parameters.items() if planned.rule.style == "added_once"),
-        unmatched=Plan(given.unmatched),
         tied=facts.tied,
         embedding=facts.embedding,
     )
