@@ -7,7 +7,7 @@ import torch
 
 from shardwise.runtime.rng import RandomStreams, seeded
 
-pytestmark = pytest.mark.pure
+pytestmark = pytest.mark.single
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from shardwise.stages.cache_copies import cache_parts, copy_cache
 
-pytestmark = pytest.mark.pure
+pytestmark = pytest.mark.single
 
 
 def filled():
