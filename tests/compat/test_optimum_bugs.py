@@ -1,4 +1,4 @@
-"""What of the list of Optimum Neuron's limits and faults (`test_bug_lists`) has no test elsewhere."""
+"""What of the list of Optimum Neuron's limits and faults has no test elsewhere."""
 
 from __future__ import annotations
 
