@@ -307,5 +307,5 @@ def test_a_layout_of_many_ranks_needs_a_launcher(monkeypatch):
         shardwise.Mesh.open("tp2")
     assert "torchrun --nproc-per-node 2" in str(raised.value)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(MeshError, match="the environment lacks RANK, MASTER_ADDR, MASTER_PORT"):
+    with pytest.raises(MeshError, match="the environment of this rank is invalid"):
         shardwise.Mesh.open("tp2")

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from onecard.measuring import measure_call
 from onecard.setting import Setting
 from shardwise.loss.cross_entropy import Head, head_cross_entropy
-from shardwise.runtime.context import SplitContext
+from shardwise.runtime.axis import Axis
 
 __all__ = ["ATTENTION", "LOSS", "MACHINE"]
 
@@ -75,8 +75,7 @@ def _cut_loss() -> Call:
 
 def _our_loss() -> Call:
     def loss_of(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        context = SplitContext(device=hidden.device)
-        return head_cross_entropy(hidden, Head(weight, None), target, context=context, num_classes=weight.shape[0])
+        return head_cross_entropy(hidden, Head(weight, None), target, axis=Axis("tp"), num_classes=weight.shape[0])
 
     return loss_of
 
