@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 import shardwise
 from shardwise.api.sources import split_lazily
-from shardwise.compat.optimum_neuron.distributed.lazily import build_lazily, loading_lazily
+from shardwise.compat.optimum_neuron.distributed import from_pretrained_for_mp, lazy_load_for_parallelism
 from shardwise.errors import LoadError, UnsupportedError
 from shardwise.plan.options import ParallelSpec
 from tests.families import tiny_model
@@ -29,7 +29,7 @@ def saved(tmp_path_factory):
 
 
 def lazily(directory, auto=AutoModelForCausalLM, **options):
-    with loading_lazily():
+    with lazy_load_for_parallelism(2):
         return auto.from_pretrained(directory, **options)
 
 
@@ -59,13 +59,13 @@ def test_it_is_the_same_model_once_it_is_split(saved):
 def test_it_is_undone_whatever_happens_inside(saved):
     before = PreTrainedModel.__dict__["from_pretrained"]
     for error in (RuntimeError, KeyboardInterrupt, GeneratorExit):
-        with pytest.raises(error), loading_lazily(), loading_lazily():
+        with pytest.raises(error), lazy_load_for_parallelism(2), lazy_load_for_parallelism(2):
             raise error
         assert PreTrainedModel.__dict__["from_pretrained"] is before
         assert not nn.Linear(2, 2).weight.is_meta
 
     def stopped():
-        with loading_lazily():
+        with lazy_load_for_parallelism(2):
             yield nn.Linear(2, 2).weight.is_meta
 
     generator = stopped()
@@ -75,14 +75,14 @@ def test_it_is_undone_whatever_happens_inside(saved):
 
 
 def test_modules_are_built_without_memory():
-    with loading_lazily():
+    with lazy_load_for_parallelism(2):
         modules = nn.Linear(2, 3), nn.Embedding(4, 2), nn.LayerNorm(2), nn.Linear(2, 2, device="cpu")
     assert [all(each.is_meta for each in module.parameters()) for module in modules] == [True, True, True, False]
 
 
 def test_a_model_of_a_config_starts_as_it_would_at_any_layout():
     config = tiny_model("gpt2", tied=True).config
-    with loading_lazily():
+    with lazy_load_for_parallelism(2):
         model = AutoModelForCausalLM.from_config(config)
     assert model.lm_head.weight.is_meta and model.lm_head.weight is model.transformer.wte.weight
     torch.manual_seed(7)
@@ -118,9 +118,9 @@ def test_keywords_are_honoured(saved, tmp_path):
 )
 def test_what_cannot_be_had_is_refused(saved, options):
     with pytest.raises(UnsupportedError, match=next(iter(options))):
-        build_lazily(transformers.LlamaForCausalLM, saved, **options)
+        from_pretrained_for_mp(transformers.LlamaForCausalLM, saved, **options)
     with pytest.raises(LoadError):
-        build_lazily(transformers.LlamaForCausalLM, saved / "nowhere")
+        from_pretrained_for_mp(transformers.LlamaForCausalLM, saved / "nowhere")
 
 
 def test_a_class_reads_its_own_part_of_a_config(tmp_path):
@@ -133,7 +133,7 @@ def test_a_class_reads_its_own_part_of_a_config(tmp_path):
     }
     config = transformers.CLIPConfig(text_config=text, vision_config={**text, "image_size": 8, "patch_size": 4})
     transformers.CLIPModel(config).save_pretrained(tmp_path)
-    model = build_lazily(transformers.CLIPTextModel, tmp_path)
+    model = from_pretrained_for_mp(transformers.CLIPTextModel, tmp_path)
     assert model.config.vocab_size == 60
     assert_equal(split(model), transformers.CLIPTextModel.from_pretrained(tmp_path))
 

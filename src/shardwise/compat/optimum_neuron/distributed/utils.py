@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from shardwise.compat.optimum_neuron.distributed.lazily import build_lazily as from_pretrained_for_mp
-from shardwise.compat.optimum_neuron.distributed.lazily import loading_lazily
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from shardwise.api.sources import SOURCE, build_meta
 from shardwise.compat.optimum_neuron.distributed.moved_optimizer import lazy_class as make_optimizer_constructor_lazy
+from shardwise.parallel.build import read_config
 from shardwise.plan.options import check_count
+from shardwise.weights.locate import HUB_OPTIONS
 
 __all__ = ["from_pretrained_for_mp", "lazy_load_for_parallelism", "make_optimizer_constructor_lazy"]
+
+_NEEDLESS = frozenset(
+    """
+    _commit_hash _fast_init _from_auto _from_pipeline adapter_kwargs adapter_name code_revision disable_mmap from_flax
+    from_tf low_cpu_mem_usage mirror offload_buffers offload_state_dict tqdm_class trust_remote_code use_safetensors
+    weights_only
+    """.split()  # noqa: SIM905
+)
+"""Options of `from_pretrained` that say how weights are read, which happens otherwise here."""
 
 
 @contextmanager
 def lazy_load_for_parallelism(tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> Iterator[None]:
-    """Inside, `from_pretrained` reads no weights, and modules are built on the meta device; `Parallelizer.parallelize`
-    reads or initialises them, each rank its part.
+    """Inside, `from_pretrained` of transformers' models reads no weights (in other threads, too), and modules are built
+    on the meta device; `Parallelizer.parallelize` reads or initialises them, each rank its part.
 
     Does nothing where both sizes are 1.
 
@@ -28,5 +44,60 @@ def lazy_load_for_parallelism(tensor_parallel_size: int = 1, pipeline_parallel_s
     if tensor_parallel_size == pipeline_parallel_size == 1:
         yield
         return
-    with loading_lazily():
-        yield
+    before = PreTrainedModel.__dict__["from_pretrained"]
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained_for_mp)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        PreTrainedModel.from_pretrained = before
+
+
+def from_pretrained_for_mp(
+    cls: Any,
+    pretrained_model_name_or_path: str | os.PathLike[str],
+    *model_args: Any,
+    config: Any = None,
+    **options: Any,
+) -> Any:
+    """What `cls.from_pretrained` returns, on the meta device: `Parallelizer.parallelize` reads its weights, each rank its part.
+
+    Args:
+        pretrained_model_name_or_path: a directory or hub id.
+        options: of `from_pretrained`: those that say what the model is and where it comes from are honoured, those that
+            say how its weights are read are without meaning. What the checkpoint has none of starts at random values.
+
+    Returns:
+        The model; with `output_loading_info` also what is missing, unexpected and mismatched. Its `_weight_map` says in
+        which file a parameter begins.
+
+    Raises:
+        LoadError: there are no weights, or they do not fit.
+        UnsupportedError: an option cannot be had for a model that is to be split.
+    """
+    place = pretrained_model_name_or_path
+    options = {name: value for name, value in options.items() if name not in _NEEDLESS and value is not None}
+    wants_info, generation = options.pop("output_loading_info", False), options.pop("generation_config", None)
+    other_name = options.pop("torch_dtype", None)
+    dtype = options.pop("dtype", None) or other_name
+    where = {name: value for name in HUB_OPTIONS if (value := options.pop(name, None)) not in (None, "")}
+    if not isinstance(config, PreTrainedConfig):
+        config, options = read_config(place if config is None else config, {**options, **where}, cls.config_class)
+    names = list(inspect.signature(cls.__init__).parameters)[2:]
+    options |= dict(zip(names, model_args, strict=False))
+    options = {"allow_missing": True, "allow_unused": True, **options, **where}
+    model, source = build_meta(place, cls, config=config, dtype=dtype, options=options)
+    index, found = source.index, source.found
+    assert index is not None
+    assert found is not None
+    if generation is not None:
+        model.generation_config = generation
+    model.__dict__[SOURCE] = source
+    model._weight_map = {fqn: index[each.keys[0]].path for fqn, each in found.tensors.items() if each.keys}
+    info = {
+        "missing_keys": set(found.missing),
+        "unexpected_keys": set(found.unexpected),
+        "mismatched_keys": {(fqn, *shapes) for fqn, shapes in found.mismatched.items()},
+        "error_msgs": [],
+    }
+    return (model, info) if wants_info else model
