@@ -93,27 +93,25 @@ def test_a_column_split_linear(tp, size, bias, gathers, sections, shape, contigu
 
 
 ROW = [
-    # tp, in features, bias, input is split, reduces, sections, sequence dim, shape, dtype
-    (1, 6, True, False, True, 1, None, "3-D", torch.float32),
-    (2, 6, True, True, True, 1, None, "4-D", torch.bfloat16),
-    (2, 6, False, False, True, 1, None, "2-D", torch.bfloat16),
-    (4, 6, True, False, True, 1, None, "3-D", torch.float32),
-    (4, 6, True, True, True, 1, 0, "4-D", torch.float32),
-    (2, 6, True, False, True, 3, None, "3-D", torch.float32),
-    (2, 6, True, True, True, 1, 1, "4-D", torch.bfloat16),
-    (4, 6, True, True, False, 1, None, "3-D", torch.float32),
-    (2, 6, False, True, False, 1, None, "2-D", torch.float32),
+    # tp, in features, bias, input is split, sections, sequence dim, shape, dtype
+    (1, 6, True, False, 1, None, "3-D", torch.float32),
+    (2, 6, True, True, 1, None, "4-D", torch.bfloat16),
+    (2, 6, False, False, 1, None, "2-D", torch.bfloat16),
+    (4, 6, True, False, 1, None, "3-D", torch.float32),
+    (4, 6, True, True, 1, 0, "4-D", torch.float32),
+    (2, 6, True, False, 3, None, "3-D", torch.float32),
+    (2, 6, True, True, 1, 1, "4-D", torch.bfloat16),
 ]
 
 
-@pytest.mark.parametrize(("tp", "size", "bias", "is_split", "reduces", "sections", "dim", "shape", "dtype"), ROW)
-def test_a_row_split_linear(tp, size, bias, is_split, reduces, sections, dim, shape, dtype):
+@pytest.mark.parametrize(("tp", "size", "bias", "is_split", "sections", "dim", "shape", "dtype"), ROW)
+def test_a_row_split_linear(tp, size, bias, is_split, sections, dim, shape, dtype):
     shape = (4, 4, 4, 6) if dim is not None else SHAPES[shape]
 
     def compute(mesh):
         whole = draw(shape, dtype=dtype)
         module = RowLinear(
-            size, 8, mesh, bias=bias, input_is_split=is_split, reduces=reduces, num_sections=sections,
+            size, 8, mesh, bias=bias, input_is_split=is_split, num_sections=sections,
             sequence_dim=dim, dtype=dtype,
         )  # fmt: skip
         pieces = module.placements["weight"].pieces[mesh.coord("tp")]
@@ -130,12 +128,10 @@ def test_a_row_split_linear(tp, size, bias, is_split, reduces, sections, dim, sh
     (expected.float() * torch.linspace(-1, 1, 8)).sum().backward()
     ranks = on(tp, compute)
     outs = [out for out, *_ in ranks]
-    if not reduces:
-        close(sum(out.float() for out in outs), expected.detach().float(), dtype)
-    elif dim is not None:
+    if dim is not None:
         close(torch.cat(outs, dim), expected.detach(), dtype)
     for out, gradient, gradients, pieces in ranks:
-        if reduces and dim is None:
+        if dim is None:
             close(out, expected.detach(), dtype)
         own = x.grad[..., features(pieces)] if is_split else x.grad
         close(gradient, own, dtype)

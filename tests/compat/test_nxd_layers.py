@@ -17,7 +17,6 @@ from shardwise.compat.neuronx_distributed.parallel_layers import (
     ColumnParallelLinear,
     ParallelEmbedding,
     RowParallelLinear,
-    mappings,
     move_model_to_device,
     pad_model,
 )
@@ -29,9 +28,9 @@ from shardwise.parameters.registry import entries_of
 pytestmark = pytest.mark.spawn
 
 INPUTS = {"dtype": (torch.float32, torch.bfloat16), "ndim": (2, 3, 4), "contiguous": (True, False)}
-LINEAR = {**INPUTS, "bias": (True, False), "features": (8, 7), "skip_bias_add": (False, True), "stride": (1, 2)}
+LINEAR = {**INPUTS, "bias": (True, False), "features": (8, 7), "stride": (1, 2)}
 COLUMN = {**LINEAR, "gather_output": (True, False), "sequence": (None, 0, 1)}
-ROW = {**LINEAR, "input_is_parallel": (True, False), "reduce_output": (True, False), "sequence": (None, 0, 1)}
+ROW = {**LINEAR, "input_is_parallel": (True, False), "sequence": (None, 0, 1)}
 EMBEDDING = {**INPUTS, "features": (8, 7), "rows": (12, 11), "by_features": (False, True), "padding": (None, 0, 10)}
 GROUPED = {**INPUTS, "bias": (True, False), "fused": (True, False), "gather_output": (True, False), "frozen": (0, 1)}
 GROUPED |= {"heads": (1, 2, 4), "known": ("at once", "by the config", "by head_dim")}
@@ -56,11 +55,7 @@ def allowed(cell):
     if cell.get("stride") == 2 and cell["features"] == 7:
         return False
     if cell.get("sequence") is not None:
-        return (
-            cell.get("input_is_parallel", True)
-            and cell.get("reduce_output", True)
-            and cell["ndim"] > cell["sequence"] + 1
-        )
+        return cell.get("input_is_parallel", True) and cell["ndim"] > cell["sequence"] + 1
     return True
 
 
@@ -123,7 +118,6 @@ def column(cell):
         cell["gather_output"],
         cell["dtype"],
         stride=cell["stride"],
-        skip_bias_add=cell["skip_bias_add"],
         init_method=nn.init.ones_,
         **options,
     )
@@ -131,8 +125,7 @@ def column(cell):
     full = values(cell, 6)
     x = full if cell["sequence"] is None else part(full, cell["sequence"])
     x, full = x.detach().clone().requires_grad_(), full.detach().clone().requires_grad_()
-    out, bias = layer(x) if cell["skip_bias_add"] else (layer(x), None)
-    out = out if bias is None else out + bias
+    out = layer(x)
     wanted = reference(full)
     weight = torch.randn_like(wanted)
     problems = off("output", out, wanted if cell["gather_output"] else own(wanted, layer), cell)
@@ -155,20 +148,16 @@ def row(cell):
         6,
         cell["bias"],
         cell["input_is_parallel"],
-        cell["reduce_output"],
+        True,
         cell["dtype"],
         stride=cell["stride"],
-        skip_bias_add=cell["skip_bias_add"],
         **options,
     )
     layer.load_state_dict(reference.state_dict())
     full = values(cell, cell["features"])
     x = (own(full, layer) if cell["input_is_parallel"] else full).detach().clone().requires_grad_()
     full = full.detach().clone().requires_grad_()
-    out, bias = layer(x) if cell["skip_bias_add"] else (layer(x), None)
-    if not cell["reduce_output"]:
-        out = mappings.reduce_from_tensor_model_parallel_region(out)
-    out = out if bias is None else out + bias
+    out = layer(x)
     wanted = reference(full)
     weight, dim = torch.randn_like(wanted), cell["sequence"]
     problems = off("output", out, wanted if dim is None else part(wanted, dim), cell)
@@ -178,7 +167,7 @@ def row(cell):
         "gradient of the input", x.grad, own(full.grad, layer) if cell["input_is_parallel"] else full.grad, cell
     )
     wanted = gradients_of(reference)
-    if dim is not None or not cell["reduce_output"]:  # of parts of the sequence; of the first rank's
+    if dim is not None:  # of parts of the sequence
         wanted.pop("bias", None)
     return problems + gradients_off(layer, wanted, cell)
 

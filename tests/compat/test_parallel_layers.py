@@ -183,6 +183,8 @@ def details(mesh, directory):
         "groups of others": lambda: xm.optimizer_step(torch.optim.SGD([torch.ones(1)]), groups=[[0, 1, 2, 3]]),
         "max_norm": lambda: ParallelEmbedding(4, 4, max_norm=1.0),
         "scale_grad_by_freq": lambda: ParallelEmbedding(4, 4, scale_grad_by_freq=True),
+        "reduce_output": lambda: RowParallelLinear(4, 4, True, True, False),
+        "skip_bias_add": lambda: ColumnParallelLinear(4, 4, skip_bias_add=True),
         "pair": lambda: GQAQKVColumnParallelLinear(4, 4),
         "not saved": lambda: parallel_layers.load(f"{directory}/nowhere"),
     }.items():
@@ -272,6 +274,8 @@ def test_groups_saving_and_what_is_refused(on_ranks, layout, tmp_path):
             "groups of others": ["[[0, 1, 2, 3]]", "[[0, 2], [1, 3]]"],
             "max_norm": ["max_norm"],
             "scale_grad_by_freq": ["scale_grad_by_freq"],
+            "reduce_output": ["reduce_output=False"],
+            "skip_bias_add": ["skip_bias_add"],
             "pair": ["output_size is 4"],
             "not saved": ["no checkpoint at", "nowhere"],
             "before": ["not initialised", "initialize_model_parallel"],

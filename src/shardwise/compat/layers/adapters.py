@@ -87,7 +87,7 @@ class ColumnLora(_SplitLora):
         """Adds an adapter. PEFT draws the full one, alike on every rank; this rank keeps its part of B."""
         super().update_layer(adapter_name, *args, **options)
         base, first, full = self.get_base_layer(), self.lora_A[adapter_name], self.lora_B[adapter_name]
-        same: dict[str, Any] = {name: getattr(base, name) for name in ("gathers", "sequence_dim", "reduce_dtype")}
+        same: dict[str, Any] = {name: getattr(base, name) for name in ("gathers", "sequence_dim")}
         same |= {"bias": False, "dtype": full.weight.dtype, "init_weight": nn.init.zeros_}
         if isinstance(base, GroupedProjections):
             same |= {"copies": base.copies, "num_heads": base.num_heads}
@@ -114,14 +114,13 @@ class RowLora(_SplitLora):
         """Adds an adapter. PEFT draws the full one, alike on every rank; this rank keeps its part of A."""
         super().update_layer(adapter_name, *args, **options)
         base, full, last = self.get_base_layer(), self.lora_A[adapter_name], self.lora_B[adapter_name]
-        names = ("input_is_split", "reduces", "sequence_dim", "reduce_dtype")
-        same: dict[str, Any] = {name: getattr(base, name) for name in names}
+        same: dict[str, Any] = {name: getattr(base, name) for name in ("input_is_split", "sequence_dim")}
         same |= {"bias": False, "dtype": full.weight.dtype, "init_weight": nn.init.zeros_}
         first = RowLinear(base.in_features, full.out_features, base.mesh, **same)
         first.add_parameter("weight", full.weight, base.placements["weight"], device=full.weight.device)
         first.padded_width = base.padded_width
         self.lora_A[adapter_name] = first
-        last.partial_parameters = ("weight",) if base.sequence_dim is not None or not base.reduces else ()
+        last.partial_parameters = ("weight",) if base.sequence_dim is not None else ()
 
 
 class EmbeddingLora(Embedding):
@@ -151,8 +150,6 @@ class EmbeddingLora(Embedding):
 
 
 def _add(out: Any, product: Any, scaling: float) -> Any:
-    if isinstance(out, tuple) and not isinstance(product, tuple):
-        return _add(out[0], product, scaling), *out[1:]  # the second is a bias
     if isinstance(out, tuple):
         return tuple(_add(*pair, scaling) for pair in zip(out, product, strict=True))
     return (out + product * scaling).to(out.dtype)

@@ -64,12 +64,11 @@ class GroupedProjections(SplitModule):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         init_weight: Init | None = None,
-        reduce_dtype: torch.dtype | None = torch.float32,
     ) -> None:
         super().__init__(mesh)
         check_count("kv_size_multiplier", copies)
         self.in_features, self.out_features, self.copies, self.num_heads = in_features, out_features, copies, num_heads
-        self.gathers, self.sequence_dim, self.reduce_dtype, self.fused = gathers, sequence_dim, reduce_dtype, fused
+        self.gathers, self.sequence_dim, self.fused = gathers, sequence_dim, fused
         parts, (query, size) = mesh.size("tp"), out_features
         keys = split_even(0, size, parts=parts)
         if copies > 1 and not gathers:
@@ -115,7 +114,7 @@ class GroupedProjections(SplitModule):
                 why="nobody sums the gradients of heads that several ranks hold",
                 fix="call move_model_to_device(model, device) first, or initialize_parallel_model",
             )
-        x = self.enter(x, self.sequence_dim, self.reduce_dtype)
+        x = self.enter(x, self.sequence_dim)
         if self.fused:
             sizes = [split.local_sizes[self._split.tp.coord] for split in self.splits]
             out = F.linear(x, self.weight_qkv, self.bias_qkv).split(sizes, dim=-1)

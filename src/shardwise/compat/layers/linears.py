@@ -25,8 +25,6 @@ class _SplitLinear(SplitModule):
         num_sections: of a fused weight, each divided on its own.
         sequence_dim: the dim along which a rank has a part of the sequence outside; None where it has all of it.
         init_weight: of the full weight; by default as `nn.Linear`'s.
-        reduce_dtype: in which sums over ranks of narrower dtypes are computed.
-        returns_bias: return it beside the output instead of adding it.
     """
 
     split_dim: int
@@ -46,12 +44,10 @@ class _SplitLinear(SplitModule):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         init_weight: Init | None = None,
-        reduce_dtype: torch.dtype | None = torch.float32,
-        returns_bias: bool = False,
     ) -> None:
         super().__init__(mesh)
         self.in_features, self.out_features = in_features, out_features
-        self.sequence_dim, self.reduce_dtype, self.returns_bias = sequence_dim, reduce_dtype, returns_bias
+        self.sequence_dim = sequence_dim
         size = (out_features, in_features)[self.split_dim]
         split = equal_sections(self.split_dim, size, num_sections=num_sections, parts=mesh.size("tp"))
         draw = partial(new_linear, out_features, in_features, bias=bias, init_weight=init_weight, dtype=dtype)
@@ -77,20 +73,12 @@ class ColumnLinear(_SplitLinear):
         super().__init__(in_features, out_features, mesh, **options)
         self.gathers = gathers
 
-    def forward(self, x: Tensor) -> Any:
-        """Args: x `[..., in]`. Returns `[..., out of this rank]`, or full; with `returns_bias` a pair."""
-        x = self.enter(x, self.sequence_dim, self.reduce_dtype)
-        bias = self.bias
-        out = F.linear(x, self.weight, None if self.returns_bias else bias)
+    def forward(self, x: Tensor) -> Tensor:
+        """Args: x `[..., in]`. Returns `[..., out of this rank]`, or full."""
+        out = F.linear(self.enter(x, self.sequence_dim), self.weight, self.bias)
         if self.padded_width:
             out = F.pad(out, (0, self.padded_width - out.shape[-1]))
-        if self.gathers:
-            out = self._gathered(out)
-            bias = self._gathered(bias) if self.returns_bias and bias is not None else bias
-        return (out, bias) if self.returns_bias else out
-
-    def _gathered(self, x: Tensor) -> Tensor:
-        return gather_features(x, self.placements["weight"], self._split)
+        return gather_features(out, self.placements["weight"], self._split) if self.gathers else out
 
 
 class RowLinear(_SplitLinear):
@@ -98,7 +86,6 @@ class RowLinear(_SplitLinear):
 
     Args:
         input_is_split: whether a rank is given its part of the features, or all of them.
-        reduces: whether the partial sums are summed; the bias is in the first rank's otherwise.
         options: of `_SplitLinear`; `sequence_dim` is that of the output.
 
     Raises:
@@ -117,7 +104,6 @@ class RowLinear(_SplitLinear):
         mesh: Mesh,
         *,
         input_is_split: bool = False,
-        reduces: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(in_features, out_features, mesh, **options)
@@ -127,33 +113,28 @@ class RowLinear(_SplitLinear):
                 why="its input would have to be a part of the sequence and all of it",
                 fix="pass input_is_parallel=True, after a column-split linear",
             )
-        self.input_is_split, self.reduces = input_is_split, reduces
-        if self.bias is not None and (self.sequence_dim is not None or not reduces):
+        self.input_is_split = input_is_split
+        if self.bias is not None and self.sequence_dim is not None:
             self.partial_parameters = ("bias",)
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor) -> Tensor:
         """Args: x `[..., in]`, per rank its part where `input_is_split`. Returns `[..., out]`."""
-        context, bias = self._split, self.bias
+        context = self._split
         if not self.input_is_split:
             x = own_features(x, self.placements["weight"], context)
         elif self.padded_width:
             x = x[..., : self.weight.shape[1]]
         out = F.linear(x, self.weight)
         dtype = out.dtype
-        if context.tp.group is not None and self.reduces:
-            if self.reduce_dtype is not None and dtype.itemsize < self.reduce_dtype.itemsize:
-                out = out.to(self.reduce_dtype)
+        if context.tp.group is not None:
+            out = out.float() if dtype.itemsize < 4 else out
             if self.sequence_dim is None:
                 out = reduce_from_region(out, context.tp.group)
             else:
                 context.tp.equal_sizes(out.shape[self.sequence_dim])
                 out = scatter_from_region(out, context.tp.group, dim=self.sequence_dim)
             out = out.to(dtype)
-        if self.returns_bias:
-            return out, bias
-        if bias is not None and not self.reduces and context.tp.coord:
-            bias = bias * 0
-        return out if bias is None else out + bias
+        return out if self.bias is None else out + self.bias
 
 
 class LayerNorm(nn.LayerNorm):

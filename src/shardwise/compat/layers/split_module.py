@@ -157,8 +157,9 @@ class SplitModule(nn.Module):
         entries: dict[str, ParameterEntry] = self.__dict__["_shardwise_entries"]
         return any(entry.registry is not self._provisional for entry in entries.values())
 
-    def enter(self, x: Tensor, sequence_dim: int | None, reduce_dtype: torch.dtype | None) -> Tensor:
-        """`x` on its way to columns: its gradient is summed over tp, and its parts along the sequence are joined.
+    def enter(self, x: Tensor, sequence_dim: int | None) -> Tensor:
+        """`x` on its way to columns: its gradient is summed over tp, in float32 at least, and its parts along the
+        sequence are joined.
 
         Communicates: over tp, one all-reduce of the gradient; with a `sequence_dim`, an all-gather forward and a
             reduce-scatter of the gradient.
@@ -166,8 +167,7 @@ class SplitModule(nn.Module):
         group, dtype = self._split.tp.group, x.dtype
         if group is None:
             return x
-        if reduce_dtype is not None and x.is_floating_point() and dtype.itemsize < reduce_dtype.itemsize:
-            x = x.to(reduce_dtype)
+        x = x.float() if x.is_floating_point() and dtype.itemsize < 4 else x
         x = copy_to_region(x, group) if sequence_dim is None else gather_to_region(x, group, dim=sequence_dim)
         return x.to(dtype)
 

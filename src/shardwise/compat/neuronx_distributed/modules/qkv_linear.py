@@ -36,7 +36,7 @@ class GQAQKVColumnParallelLinear(GroupedProjections):
         gather_output: return full features, keys and values once each.
         kv_size_multiplier: how many copies of every key/value head are divided over tp; see
             [Note: copies of key/value heads].
-        options: `init_method`, `sequence_dimension`, `reduce_dtype`, as of the other layers, and `num_heads`, of keys,
+        options: `init_method` and `sequence_dimension`, as of the other layers, and `num_heads`, of keys,
             where no config or `head_dim` of the model says it.
 
     Raises:

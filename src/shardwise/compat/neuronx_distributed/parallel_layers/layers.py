@@ -19,9 +19,7 @@ _LINEAR = ("dtype", "device", "stride", "init_method", "sequence_parallel_enable
 _EMBEDDING = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse", "init_method", "device", "dtype")
 _OURS = {
     "init_method": "init_weight",
-    "reduce_output": "reduces",
     "shard_across_embedding": "by_features",
-    "skip_bias_add": "returns_bias",
     "stride": "num_sections",
 }
 _IDLE = {"keep_master_weight", "norm_type", "pad", "pad_alignment_size_per_rank", "use_cpu_initialization"}
@@ -31,13 +29,12 @@ class ColumnParallelLinear(ColumnLinear):
     """A linear whose output features are divided over tp, in any sizes.
 
     Weights start as an `nn.Linear` of the full size would. Takes inputs of any number of dims; its bias is divided as
-    its outputs are. Gradients of narrow dtypes are summed in `reduce_dtype`.
+    its outputs are. Gradients of narrow dtypes are summed in float32.
 
     Args:
         options: `dtype=torch.float32, device, stride, init_method, sequence_parallel_enabled, sequence_dimension`,
-            which may be given by place, `skip_bias_add`, `reduce_dtype`, and those that change nothing. `stride` is the
-            number of sections of a fused weight; `sequence_dimension` (0) where each rank is given a part of the
-            sequence; `skip_bias_add` returns (output, bias).
+            which may be given by place, and those that change nothing. `stride` is the number of sections of a fused
+            weight; `sequence_dimension` (0) where each rank is given a part of the sequence.
     """
 
     def __init__(
@@ -95,12 +92,13 @@ def own_options(order: Sequence[str], args: Sequence[Any], options: dict[str, An
         UnsupportedError: one is given that cannot be followed.
     """
     given: dict[str, Any] = {"dtype": torch.float32} | dict(zip(order, args, strict=False)) | options
-    for name in ("max_norm", "scale_grad_by_freq", "sparse"):
+    given["reduce_output=False"] = not given.pop("reduce_output", True)
+    for name in ("max_norm", "reduce_output=False", "scale_grad_by_freq", "skip_bias_add", "sparse"):
         if given.pop(name, None):
             raise UnsupportedError(
                 f"{name} of a parallel layer",
-                why="layers are divided over the tp ranks, which see their own rows alone",
-                fix="leave it out; torch's own layers, which are replicated, take it",
+                why="layers return whole sums, and see the rows of their own rank alone",
+                fix="leave it out; torch's own layers, which are replicated, take max_norm and scale_grad_by_freq",
             )
     idle = {name: given.pop(name) for name in _IDLE.intersection(given)}
     warn_idle("parallel layers", "sizes need not divide, and every rank draws the full weight", **idle)

@@ -60,7 +60,7 @@ def from_pretrained_for_mp(
     config: Any = None,
     **options: Any,
 ) -> Any:
-    """What `cls.from_pretrained` returns, on the meta device: `Parallelizer.parallelize` reads its weights, each rank its part.
+    """What `cls.from_pretrained` returns, on the meta device: its weights are read when it is split.
 
     Args:
         pretrained_model_name_or_path: a directory or hub id.
