@@ -7,21 +7,22 @@ this kind saves them rank by rank.
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise.api.prepare import complete_split
 from shardwise.api.sources import Place, fill_later
 from shardwise.comm.agree import raise_on_all_ranks, run_in_turns
 from shardwise.compat.layers.grouped import note_heads
-from shardwise.compat.layers.split_module import SplitModule, by_hand, layout_of
+from shardwise.compat.layers.split_module import SplitModule, by_hand, layout_of, running_alone
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.estimate.cuts import cut
 from shardwise.lora.wrapper import guard_wrapper
@@ -39,12 +40,20 @@ from shardwise.plan.options import FsdpPolicy, ParallelSpec, Pipeline, Recompute
 from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.rule import ParameterRule
 from shardwise.plan.structure import fqn_of
+from shardwise.probe.layer_order import no_stages, no_stages_because, tried_order
+from shardwise.probe.trial import reraise_as
+from shardwise.probe.tried_model import on_cpu
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.context import SplitContext
+from shardwise.runtime.modes import has_dropout
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Held
+from shardwise.tiny.inputs import guess_batches
+from shardwise.tiny.models import set_runnable_mode
+from shardwise.tiny.objective import clone_batch
+from shardwise.tiny.random import fork_all_rng
 
-__all__ = ["adopt_model", "build_in_turns", "check_equal_replicas", "split_rewritten"]
+__all__ = ["adopt_model", "build_in_turns", "check_equal_replicas", "layer_order_by_hand", "split_rewritten"]
 
 _EDITS = ("names", "stages", "registry", "device", "recomputation", "data", "absent")
 """The steps of a model whose modules divide themselves."""
@@ -188,6 +197,52 @@ def _plan(model: nn.Module, mesh: Mesh, policy: FsdpPolicy | None, *, is_cut: bo
                 stages=(mesh.coord("pp"),),
             )
     return SplitPlan(shape=mesh.shape, parameters=parameters, tied=tied)
+
+
+def layer_order_by_hand(model: nn.Module, mesh: Mesh, *, layers: Collection[str] = ()) -> LayerOrder:
+    """As `find_layer_order`, of a model that was written by hand: there is no tiny one, so copies of itself run, on the
+    first of `guess_batches` that it takes.
+
+    Args:
+        model: real, the same on every rank; it may hold modules that are divided over tp of `mesh`.
+        layers: the modules that are cut apart; by default the items of its outermost `nn.ModuleList`s.
+
+    Raises:
+        PlanError: it cannot be cut into stages, or does not run on this batch.
+
+    Communicates: one gather of a small object over all ranks; before it as `note_heads`.
+    """
+    note_heads(model, mesh)
+    name = type(model).__name__
+    with (
+        raise_on_all_ranks(mesh.group(), "finding the layers of the model"),
+        running_alone(model, mesh),
+        reraise_as(no_stages_because(name)),
+        fork_all_rng(),
+        torch.enable_grad(),
+    ):
+        own = on_cpu(copy.deepcopy(model))
+        batch = _taken_batch(own)
+        set_runnable_mode(own, batch)
+        return tried_order(own, batch, layers=layers, drops=has_dropout(model))
+
+
+def _taken_batch(model: nn.Module) -> dict[str, Tensor]:
+    fault: Exception | None = None
+    for batch in guess_batches(model):
+        try:
+            with torch.no_grad():
+                copy.deepcopy(model)(**clone_batch(batch))
+        except Exception as error:  # noqa: BLE001 - it takes other inputs
+            fault = fault or error
+        else:
+            return batch
+    raise no_stages(
+        type(model).__name__,
+        f"it takes none of the inputs that were tried, token ids and numbers: {fault}",
+        at="",
+        fix="let forward take token ids or numbers",
+    )
 
 
 def split_rewritten(

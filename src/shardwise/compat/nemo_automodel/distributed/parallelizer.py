@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from shardwise.api.prepare import prepare
-from shardwise.compat.nemo_automodel.distributed.device_meshes import adopt_device_mesh
 from shardwise.compat.nemo_automodel.distributed.styles import (
     hf_plan,
     import_from_path,
@@ -26,7 +25,7 @@ from shardwise.compat.nemo_automodel.distributed.styles import (
 )
 from shardwise.compat.nemo_automodel.distributed.styles import style_of as translate_to_torch_parallel_style
 from shardwise.compat.warned import warn_idle
-from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.errors import ConfigError, MeshError, UnsupportedError, did_you_mean
 from shardwise.job.groups import end_process_groups
 from shardwise.mesh import Mesh
 from shardwise.parallel.build import build_meta_model
@@ -47,9 +46,59 @@ HAVE_NVFSDP = False
 """nvFSDP itself is not used: `nvfsdp_strategy_parallelize` does what it does with FSDP2, and works all the same."""
 
 _STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3} | {"params": 3, "grads_params": 3}
+_AXES = {
+    "pp": "pp",
+    "pipeline_parallel": "pp",
+    "dp_replicate": "ddp",
+    "ddp": "ddp",
+    "data_parallel": "data",
+    "dp": "data",
+    "dp_shard": "data",
+    "fsdp": "data",
+    "context_parallel": "data",
+    "cp": "data",
+    "tensor_parallel": "tp",
+    "tp": "tp",
+}
+"""The names of dims, to what they are here. Parameters are sharded over data and context parallel ranks together."""
 _destroy_dist_connection = end_process_groups
 
 Plan = Mapping[str, ParallelStyle | str] | str | None
+
+
+def adopt_device_mesh(device_mesh: DeviceMesh, *, shards: bool = True) -> Mesh:
+    """The mesh over a `DeviceMesh` whose dims have names that torch's own programs, NeMo Automodel or we use.
+
+    Args:
+        device_mesh: of the whole job; context parallel ranks count as data ranks: parameters are sharded over both.
+        shards: whether data ranks shard the parameters, or replicate them (`no_shard`).
+
+    Raises:
+        MeshError: it is no `DeviceMesh`, or a dim of several ranks has a name that is not known.
+
+    Communicates: what `Mesh.adopt` does; where data and context parallel dims have not been flattened, the creation of
+        their common group.
+    """
+    if not isinstance(device_mesh, DeviceMesh):
+        raise MeshError(
+            f"device_mesh cannot be a {type(device_mesh).__name__}",
+            fix='use torch.distributed.device_mesh.init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))',
+        )
+    names = device_mesh.mesh_dim_names or tuple(map(str, range(device_mesh.ndim)))
+    wide = [name for name, size in zip(names, device_mesh.shape, strict=True) if size > 1]
+    for name in wide:
+        if name not in _AXES:
+            why = f"{name!r} is no axis{did_you_mean(name, _AXES)}"
+            fix = f"name them {', '.join(_AXES)}"
+            raise MeshError(f"cannot tell what the dims {names} of the device mesh are for", why=why, fix=fix)
+    sharding = "fsdp" if shards else "ddp"
+    axes = {name: sharding if _AXES[name] == "data" else _AXES[name] for name in wide}
+    together = [name for name in wide if axes[name] == sharding]
+    if len(together) < 2:
+        return Mesh.adopt(device_mesh, axes=axes)
+    groups = {axes[name]: device_mesh.get_group(name) for name in wide if name not in together}
+    groups[sharding] = device_mesh[tuple(together)]._flatten().get_group()
+    return Mesh.adopt(groups)
 
 
 def fsdp2_strategy_parallelize(

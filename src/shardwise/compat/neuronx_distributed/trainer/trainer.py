@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from shardwise.api.checkpoints import load_checkpoint
 from shardwise.api.prepare import prepare
 from shardwise.comm.agree import raise_on_all_ranks
-from shardwise.compat.layers.by_hand import adopt_model, build_in_turns, check_equal_replicas
-from shardwise.compat.layers.layer_order import layer_order_by_hand
+from shardwise.compat.layers.by_hand import adopt_model, build_in_turns, check_equal_replicas, layer_order_by_hand
 from shardwise.compat.layers.split_module import SplitModule
 from shardwise.compat.neuronx_distributed.modules.lora import LoRAModel
 from shardwise.compat.neuronx_distributed.parallel_layers.pad import pad_model

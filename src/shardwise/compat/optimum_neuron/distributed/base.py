@@ -22,13 +22,11 @@ from shardwise.compat.optimum_neuron.distributed.moved_optimizer import move_opt
 from shardwise.compat.run_batch import add_runners
 from shardwise.compat.warned import warn_idle
 from shardwise.errors import ConfigError
-from shardwise.parallel.declared_plans import read_request
 from shardwise.parallel.facts import read_facts
 from shardwise.parameters.registry import registry_of
 from shardwise.plan.options import FsdpPolicy, ParallelSpec, Recompute, check_count, check_kind
 from shardwise.plan.spec import Plan
 from shardwise.runtime.adapters import find_model
-from shardwise.topology.shape import MeshShape
 
 __all__ = ["Parallelizer"]
 
@@ -65,10 +63,19 @@ class Parallelizer:
             fsdp=FsdpPolicy(zero_stage=1),
             recompute=options.get("recompute") or Recompute(),
         )
+        rules: dict[str, str] = {}
         if not parallelize_embeddings and mesh.size("tp") > 1:
-            spec = _leave_ends(inner, spec)
+            facts = read_facts(inner)
+            rules |= {name: "replicate" for name in (facts.embedding, facts.head) if name}
         if should_parallelize_layer_predicate_func is not None and mesh.size("tp") > 1:
-            spec = _leave_unwanted(inner, mesh.shape, spec, should_parallelize_layer_predicate_func)
+            plan = decide(inner, mesh.shape, replace(spec, plan=Plan.of(rules)))
+            names = dict.fromkeys((*(region.fqn for region in plan.regions), plan.embedding, plan.head))
+            asked = ((name, inner.get_submodule(name)) for name in names if name)
+            rules |= {
+                f"{name}.**": "replicate" for name, each in asked if not should_parallelize_layer_predicate_func(each)
+            }
+        if rules:
+            spec = replace(spec, plan=Plan.of(rules))
         split_lazily(
             model, mesh, spec, checkpoint=options.get("checkpoint_dir"), ranks_at_a_time=options.get("ranks_at_a_time")
         )
@@ -229,27 +236,3 @@ class Parallelizer:
             cls.save_model_sharded_checkpoint(model, output_dir, optimizer=optimizer)
 
     load_model_checkpoint = load_model_sharded_checkpoint
-
-
-def _leave_ends(model: nn.Module, spec: ParallelSpec) -> ParallelSpec:
-    """The options with embedding and head of `model` replicated."""
-    facts = read_facts(model)
-    return _with_rules(spec, {name: "replicate" for name in (facts.embedding, facts.head) if name})
-
-
-def _leave_unwanted(
-    model: nn.Module, shape: MeshShape, spec: ParallelSpec, is_wanted: Callable[[nn.Module], bool]
-) -> ParallelSpec:
-    """The options with everything replicated that is not wanted to be split.
-
-    Args:
-        is_wanted: asked about every module that would be split as one (attention, MLP), the embedding and the head.
-    """
-    plan = decide(model, shape, spec)
-    names = dict.fromkeys((*(region.fqn for region in plan.regions), *filter(None, (plan.embedding, plan.head))))
-    return _with_rules(spec, {f"{name}.**": "replicate" for name in names if not is_wanted(model.get_submodule(name))})
-
-
-def _with_rules(spec: ParallelSpec, rules: Mapping[str, str]) -> ParallelSpec:
-    _, own = read_request(spec.plan)
-    return replace(spec, plan=own | Plan.of(rules)) if rules else spec
