@@ -345,7 +345,6 @@ def refusals(mesh, directory):
     note("degrees", lambda: parallel_state.initialize_model_parallel(3))
     parallel_state.initialize_model_parallel(2)
     for name, options in {
-        "multiplier": {"kv_size_multiplier": 0},
         "microbatches": {"pipeline_parallel_num_microbatches": 0},
         "ranks": {"num_local_ranks_per_step": "all"},
         "device": {"device": "cuda"},
@@ -385,7 +384,6 @@ def test_bad_input_is_one_clear_error_on_every_rank(on_ranks, layout, tmp_path):
     expected = {
         "before": "model parallel is not initialised",
         "degrees": "does not divide 2 ranks",
-        "multiplier": "kv_size_multiplier is 0",
         "microbatches": "pipeline_parallel_num_microbatches is 0",
         "ranks": "num_local_ranks_per_step cannot be a str",
         "device": "device is cuda, but ranks compute on cpu",

@@ -46,8 +46,6 @@ from shardwise.probe.tried_model import on_cpu
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.modes import has_dropout
-from shardwise.sharding.layout import Layout, Step
-from shardwise.sharding.placement import Held
 from shardwise.tiny.inputs import guess_batches
 from shardwise.tiny.models import set_runnable_mode
 from shardwise.tiny.objective import clone_batch
@@ -120,8 +118,7 @@ def adopt_model(
             attribute `sequence_parallel_enabled` is used on parts of the sequence, so that its gradient is summed over
             tp; one may be divided `by_hand`.
         policy: how `fsdp` shards it; by default every data rank holds all of it.
-        order: the layers as they run; the model is then cut into the stages of a pipeline. Without it, and with several
-            ranks along pp, the model is this rank's part already.
+        order: the layers as they run; the model is then cut into the stages of a pipeline.
 
     Raises:
         ConfigError: copies of key/value heads do not go with `config.num_key_value_heads`, or it cannot be cut so.
@@ -138,7 +135,7 @@ def adopt_model(
     facts = read_facts(model)
     stages = cut(order, facts, pipeline or Pipeline(), pp_size=mesh.size("pp")) if order is not None else None
     policy = policy or (FsdpPolicy(zero_stage=1) if stages is not None else None)
-    plan = replace(_plan(model, mesh, policy, is_cut=stages is not None), stacks=facts.stacks)
+    plan = replace(_plan(model, mesh, policy), stacks=facts.stacks)
     if policy is not None:
         plan = with_data_axes(plan, facts, mesh.shape, stages)
     registry = Registry(mesh=mesh, plan=plan, context=SplitContext.of(mesh), tied=plan.tied, local_state=True)
@@ -167,11 +164,10 @@ def check_equal_replicas(model: nn.Module) -> None:
         )
 
 
-def _plan(model: nn.Module, mesh: Mesh, policy: FsdpPolicy | None, *, is_cut: bool) -> SplitPlan:
+def _plan(model: nn.Module, mesh: Mesh, policy: FsdpPolicy | None) -> SplitPlan:
     names: dict[int, str] = {}
     tied: dict[str, str] = {}
     parameters: dict[str, ParameterPlan] = {}
-    stage = [Step("pp", mesh.size("pp"), Held((mesh.coord("pp"),)))] if mesh.size("pp") > 1 and not is_cut else []
     for name, module in model.named_modules():
         for own, parameter in module._parameters.items():
             if parameter is None:
@@ -190,7 +186,7 @@ def _plan(model: nn.Module, mesh: Mesh, policy: FsdpPolicy | None, *, is_cut: bo
             )
             parameters[fqn] = ParameterPlan(
                 fqn=fqn,
-                layout=Layout(layout.shape, (*stage, *layout.steps)),
+                layout=layout,
                 rule=ParameterRule(fqn, "replicate" if split is None else f"split({split.dim})", source="module"),
                 gradient="partial" if is_partial and mesh.size("tp") > 1 else "full",
                 data="reduced" if mesh.data_size > 1 and policy is None else "",

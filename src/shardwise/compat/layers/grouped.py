@@ -20,6 +20,7 @@ from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.compat.layers.split_module import Init, SplitModule, gather_features, new_linear
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
+from shardwise.parameters.registry import entries_of
 from shardwise.plan.options import check_count
 from shardwise.plan.structure import upwards
 from shardwise.sharding.placement import Split, split_even, split_sections
@@ -107,8 +108,8 @@ class GroupedProjections(SplitModule):
 
         Communicates: as the module does.
         """
-        is_shared = self.copies > 1 and not self.gathers
-        if is_shared and self.training and torch.is_grad_enabled() and not self.is_adopted:
+        is_known = any(entry.registry is not self._provisional for entry in entries_of(self).values())
+        if self.copies > 1 and not self.gathers and self.training and torch.is_grad_enabled() and not is_known:
             raise ConfigError(
                 "a layer with copies of key/value heads in a model that is not known",
                 why="nobody sums the gradients of heads that several ranks hold",

@@ -151,12 +151,6 @@ class SplitModule(nn.Module):
         """What it is divided over."""
         return self._provisional.mesh
 
-    @property
-    def is_adopted(self) -> bool:
-        """Whether the model around it is known, whose backward sums gradients that ranks hold parts of."""
-        entries: dict[str, ParameterEntry] = self.__dict__["_shardwise_entries"]
-        return any(entry.registry is not self._provisional for entry in entries.values())
-
     def enter(self, x: Tensor, sequence_dim: int | None) -> Tensor:
         """`x` on its way to columns: its gradient is summed over tp, in float32 at least, and its parts along the
         sequence are joined.

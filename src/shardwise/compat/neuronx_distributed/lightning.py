@@ -159,9 +159,5 @@ class NeuronXLAPrecisionPlugin(ShardwisePrecision):
         super().__init__(Precision() if mixed_precision_enabled else None)
 
 
-class NeuronTQDMProgressBar(ShardwiseTQDMProgressBar):
-    """Lightning's, shown by rank 0, with the loss of all ranks."""
-
-
-class NeuronTensorBoardLogger(ShardwiseTensorBoardLogger):
-    """Lightning's, which rank 0 alone writes."""
+NeuronTQDMProgressBar, NeuronTensorBoardLogger = ShardwiseTQDMProgressBar, ShardwiseTensorBoardLogger
+"""Lightning's, shown and written by rank 0, with the loss of all ranks."""

@@ -13,10 +13,10 @@ from torch import nn
 
 from shardwise.api.state import export_pretrained
 from shardwise.checkpoint.store import find_tag
-from shardwise.errors import ConfigError, PlanError
+from shardwise.errors import ConfigError
 from shardwise.lora.inject import inject, named_targets, read_adapter_config
 from shardwise.lora.library import peft
-from shardwise.parameters.registry import is_split
+from shardwise.parallel.apply import check_unsplit
 from shardwise.plan.options import check_choice, check_kind
 
 __all__ = ["LoRAModel", "LoraConfig", "LoraModel"]
@@ -107,12 +107,7 @@ def LoRAModel(module: nn.Module, LoraConfig: LoraConfig) -> nn.Module:  # noqa: 
     check_kind("the model of a LoRAModel", module, nn.Module, fix="pass the model, then a LoraConfig")
     if not hasattr(LoraConfig, "for_peft"):
         raise ConfigError(f"the config of a LoRAModel is {LoraConfig!r}", fix="pass a LoraConfig")
-    if is_split(module):
-        raise PlanError(
-            f"{type(module).__name__} is split already",
-            why="adapters are split with what they adapt",
-            fix="wrap the model before it is split, or pass lora_config to neuronx_distributed_config",
-        )
+    check_unsplit(module)
     config = LoraConfig.for_peft(module)
     importlib.import_module("shardwise.compat.layers.adapters").register_split_layers(module, config)  # needs PEFT
     model = inject(module, config, on_meta=False)

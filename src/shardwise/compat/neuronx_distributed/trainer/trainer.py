@@ -22,7 +22,7 @@ from shardwise.compat.neuronx_distributed.trainer.model import NxDModel
 from shardwise.compat.neuronx_distributed.trainer.optimizer import NxDOptimizer
 from shardwise.errors import ConfigError
 from shardwise.optim.optimizer import check_class, divided_groups
-from shardwise.plan.options import FsdpPolicy, ParallelSpec, Pipeline, Recompute, check_kind
+from shardwise.plan.options import FsdpPolicy, ParallelSpec, Pipeline, Recompute
 from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.structure import outermost
 from shardwise.probe.layer_order import find_layer_order
@@ -67,7 +67,6 @@ def initialize_parallel_model(
 def split_model(model: nn.Module, nxd_config: Mapping[str, Any]) -> nn.Module:
     """Splits a model that is built, in place; returns it, or PEFT's model around it."""
     mesh, lora = current_mesh(), nxd_config["lora_config"]
-    check_kind("the model", model, nn.Module, fix="let model_fn return a torch module")
     if lora is not None and lora.enable_lora and not has_adapters(model):
         model = LoRAModel(model, lora.as_saved())
     base: Any = find_model(model)
@@ -127,8 +126,7 @@ def _heads_of(model: nn.Module) -> int:
     number = getattr(getattr(config, "get_text_config", lambda: config)(), "num_attention_heads", None)
     if type(number) is not int:
         raise ConfigError(
-            f"pad_model of a {type(model).__name__}",
-            why="config.num_attention_heads of the model says how many heads there are",
+            f"pad_model of a {type(model).__name__} without config.num_attention_heads",
             fix="give it such a config, or let model_fn call parallel_layers.pad_model(model, tp_degree, n_heads)",
         )
     return number

@@ -124,7 +124,6 @@ class Parallelizer:
             raise ConfigError(f"device is {device}, but ranks compute on {mesh.device.type}", fix="leave device out")
         check_count("pipeline_parallel_num_microbatches", pipeline_parallel_num_microbatches)
         check_kind("num_local_ranks_per_step", num_local_ranks_per_step, int, fix="use an integer; -1 means all ranks")
-        check_count("kv_size_multiplier", 1 if kv_size_multiplier is None else kv_size_multiplier)
         warn_idle(
             "parallelize",
             "ranks hold the key/value heads that they need, stages take all inputs, gradients are averaged once",

@@ -77,7 +77,7 @@ def from_pretrained_for_mp(
     """
     place = pretrained_model_name_or_path
     options = {name: value for name, value in options.items() if name not in _NEEDLESS and value is not None}
-    wants_info, generation = options.pop("output_loading_info", False), options.pop("generation_config", None)
+    wants_info = options.pop("output_loading_info", False)
     other_name = options.pop("torch_dtype", None)
     dtype = options.pop("dtype", None) or other_name
     where = {name: value for name in HUB_OPTIONS if (value := options.pop(name, None)) not in (None, "")}
@@ -90,8 +90,6 @@ def from_pretrained_for_mp(
     index, found = source.index, source.found
     assert index is not None
     assert found is not None
-    if generation is not None:
-        model.generation_config = generation
     model.__dict__[SOURCE] = source
     model._weight_map = {fqn: index[each.keys[0]].path for fqn, each in found.tensors.items() if each.keys}
     info = {
