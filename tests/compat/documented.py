@@ -1,8 +1,4 @@
-"""Every public item of the five documents, transcribed once: where it is, and its signature as the document prints it.
-
-`waits` names the issue whose part an item is to be built on; such an item is missing on purpose, and the test says so
-the day it is there.
-"""
+"""Every public item of the five documents, transcribed once: where it is, and its signature as the document prints it."""
 
 from __future__ import annotations
 
@@ -19,16 +15,12 @@ class Item:
         document: its number in the list of documents.
         path: from `shardwise.compat` on.
         signature: parameters and defaults in order, without `self`; empty for a value or an attribute.
-        waits: the issue that it waits for; 0 where it is there.
     """
 
     document: int
     path: str
     signature: str = ""
-    waits: int = 0
 
-
-CHECKPOINTS, DOORS = 10, 12
 
 _FSDP2 = "(model, device_mesh, mp_policy=None, tp_shard_plan=None, offload_policy=None)"
 _NVFSDP = (
