@@ -44,14 +44,11 @@ def sequence_plans(candidate: Candidate, layers: Sequence[Layer]) -> Iterator[Pl
     seen = set()
     for chosen in _choices(ran, facts):
         inside = [layer for layer in layers if parent_of(layer.fqn) in chosen]
-        for gathered, inputs, mixing in itertools.product(
-            _gathered(inside, split), _inputs(inside), _mixing(inside, split)
-        ):
+        for inputs, mixing in itertools.product(_inputs(inside), _mixing(inside, split)):
             rules = [
                 *(_rule(fqn, "sequence", reason="its layers are split") for fqn in chosen),
                 *(_rule(fqn, "whole_sequence", reason="it mixes positions and is not split") for fqn in mixing),
                 *(_input(fqn, "sequence", reason="it is used position by position") for fqn in inputs),
-                *(_input(fqn, "sequence", reason="it is a part, as the hidden states are") for fqn in gathered),
             ]
             with_sequence = plan | Plan(tuple(rules))
             if with_sequence not in seen:
@@ -66,22 +63,6 @@ def _choices(stacks: Sequence[str], facts: ModelFacts) -> Iterator[tuple[str, ..
     if len(stacks) > 1:
         for stack in sorted(stacks, key=lambda stack: -len(list(facts.inside(stack)))):
             yield (stack,)
-
-
-def _gathered(layers: Sequence[Layer], split: SplitPlan) -> Iterator[tuple[str, ...]]:
-    """Inputs of regions that may be parts of the sequence beside the hidden states: none, or all as long as them."""
-    yield ()
-    regions = {region.fqn for region in split.regions}
-    known = {*split.inputs, *split.residual_inputs}
-    found = []
-    for call in (call for layer in layers for call in layer.calls if call.fqn in regions):
-        hidden = hidden_name(call.named)
-        length = call.tensors.get(hidden or "")
-        for name, value in call.tensors.items():
-            if name != hidden and f"{call.fqn}.{name}" not in known and _has_sequence_of(value, length):
-                found.append(f"{call.fqn}.{name}")
-    if found:
-        yield tuple(dict.fromkeys(found))
 
 
 def _has_sequence_of(value: Tensor, hidden: Tensor | None) -> bool:
