@@ -19,7 +19,7 @@ from shardwise.estimate.memory import StateBytes, describe_stages, mib, schedule
 from shardwise.lora.inject import inject
 from shardwise.parallel.build import build_meta_model, num_positions, read_config
 from shardwise.plan.decision import SplitPlan
-from shardwise.plan.explain import Explanation, explain
+from shardwise.plan.explain import Explanation
 from shardwise.plan.options import ParallelSpec
 from shardwise.runtime.host_masks import can_take_host_masks
 from shardwise.schedule.schedule import Schedule
@@ -86,9 +86,10 @@ def describe(
     parts = f"parameters {mib(kept.parameters)}, gradients {mib(kept.gradients)}, AdamW {mib(kept.optimizer)}"
     memory = f"{_attention(model)}\na rank keeps {mib(kept.total)} from step to step in {dtype}: {parts}"
     if batch is None and (shape.tp_size == 1 or dist.is_initialized()):
-        return explain(plan, collectives=(), memory=memory)
+        return Explanation(plan=plan, memory=memory)
     activations, collectives = _rehearsed(rehearsal, batch or _FEW_TOKENS, kept)
-    return explain(plan, collectives=collectives, memory=memory if batch is None else f"{memory}\n{activations}")
+    memory = memory if batch is None else f"{memory}\n{activations}"
+    return Explanation(plan=plan, collectives=collectives, memory=memory)
 
 
 def _check_batch(config: PreTrainedConfig, num_rows: int, seq_length: int) -> None:
@@ -127,7 +128,7 @@ def _explain_stages(
         except UnsupportedError as error:
             lines = [f"what stages hold between forward and backward is not known: {error.why or error.summary}"]
     stages = describe_stages(plan, schedule, itemsize=itemsize, frozen=frozen, activations=found)
-    return explain(plan, collectives=tuple(lines), memory=attention, stages=stages)
+    return Explanation(plan=plan, collectives=tuple(lines), memory=attention, stages=stages)
 
 
 def _at_rest(plan: SplitPlan, frozen: Collection[str], *, dtype: str) -> StateBytes:

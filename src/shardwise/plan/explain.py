@@ -6,39 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.plan.decision import ParameterPlan, SplitPlan
+from shardwise.plan.decision import ParameterPlan, SplitPlan, split_share
 from shardwise.plan.match import star_numbers
 from shardwise.sharding.boxes import shape_of
-from shardwise.topology.shape import MeshShape
+from shardwise.sharding.placement import Replicate
 
-__all__ = ["Explanation", "Row", "explain", "table"]
+__all__ = ["Explanation", "table"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """Parameters that differ only in their layer number.
-
-    Attributes:
-        name: their FQN with `*` for the number.
-        num_elements: of all of their full tensors together.
-        local_elements: of all of them together, on rank 0.
-    """
-
-    name: str
-    count: int
-    shape: tuple[int, ...]
-    placement: str
-    gradient: str
-    style: str
-    source: str
-    reason: str
-    num_elements: int
-    local_elements: int
-
-    @property
-    def is_split(self) -> bool:
-        """Whether ranks hold parts of these parameters."""
-        return self.placement != "replicate"
+_HEADER = ("parameter", "x", "shape", "placement", "gradient", "style", "from")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,35 +26,21 @@ class Explanation:
         stages: of a pipeline, in words, a line for each rank of pp.
     """
 
-    layout: str
-    rows: tuple[Row, ...]
-    collectives: tuple[str, ...]
+    plan: SplitPlan
+    collectives: tuple[str, ...] = ()
     memory: str = ""
     stages: tuple[str, ...] = ()
 
-    @property
-    def share_split(self) -> float:
-        """Elements of split parameters over all elements."""
-        total = sum(row.num_elements for row in self.rows)
-        return sum(row.num_elements for row in self.rows if row.is_split) / max(1, total)
-
-    @property
-    def share_held(self) -> float:
-        """Elements that rank 0 holds over all elements."""
-        total = sum(row.num_elements for row in self.rows)
-        return sum(row.local_elements for row in self.rows) / max(1, total)
-
     def __str__(self) -> str:
-        header = ("parameter", "x", "shape", "placement", "gradient", "style", "from")
-        body = [
-            (row.name, str(row.count), str(list(row.shape)), row.placement, row.gradient, row.style, row.source)
-            for row in self.rows
-        ]
-        lines = [f"plan for {self.layout}", "", *table([header, *body], has_rule=True), ""]
-        replicated = [row for row in self.rows if not row.is_split]
-        shape = MeshShape.parse(self.layout)
+        shape, parameters = self.plan.shape, self.plan.parameters.values()
+        alike: dict[tuple[object, ...], list[ParameterPlan]] = {}
+        for planned in parameters:
+            key = (star_numbers(planned.fqn), planned.shape, planned.placement, planned.gradient, planned.rule.style)
+            alike.setdefault(key, []).append(planned)
+        lines = [f"plan for {shape}", "", *table([_HEADER, *map(_row, alike.values())], has_rule=True), ""]
+        replicated = [same for same in alike.values() if isinstance(same[0].placement, Replicate)]
         if replicated and shape.tp_size > 1:
-            lines += ["stay replicated:", *(f"  {row.name}: {row.reason}" for row in replicated), ""]
+            lines += ["stay replicated:", *(f"  {_name(same)}: {same[0].rule.meaning}" for same in replicated), ""]
         if self.stages:
             lines += ["stages:", *(f"  {line}" for line in self.stages), ""]
         if self.collectives:
@@ -87,48 +48,25 @@ class Explanation:
         if shape.fsdp_size > 1:
             kept = "sharded over fsdp: parameters are gathered, and gradients reduce-scattered, block by block"
             lines += [kept, ""]
+        total = sum(math.prod(each.shape) for each in parameters)
+        pieces = (piece for each in parameters for piece in each.layout.pieces(shape.coords(0)))
+        held = sum(math.prod(shape_of(piece.local)) for piece in pieces) / max(1, total)
         over = " over tp" if shape.data_size > 1 else ""
-        split = f"{self.share_split:.1%} of all parameters are split{over}; "
         who = "each rank" if shape.pp_size == 1 else "a rank of pp 0"
-        lines.append(f"{split}{who} holds {self.share_held:.1%} of the model")
-        if self.memory:
-            lines.append(self.memory)
-        return "\n".join(lines)
+        split = f"{split_share(parameters):.1%} of all parameters are split{over}"
+        return "\n".join([*lines, f"{split}; {who} holds {held:.1%} of the model", *filter(None, [self.memory])])
 
 
-def explain(
-    plan: SplitPlan, *, collectives: tuple[str, ...] = (), memory: str = "", stages: tuple[str, ...] = ()
-) -> Explanation:
-    """Explains `plan`, with what was counted and measured of it."""
-    grouped: dict[tuple[object, ...], list[ParameterPlan]] = {}
-    for planned in plan.parameters.values():
-        key = (star_numbers(planned.fqn), planned.shape, planned.placement, planned.gradient, planned.rule.style)
-        grouped.setdefault(key, []).append(planned)
-    return Explanation(
-        layout=str(plan.shape),
-        rows=tuple(_row(same, plan.shape) for same in grouped.values()),
-        collectives=collectives,
-        memory=memory,
-        stages=stages,
-    )
+def _name(same: Sequence[ParameterPlan]) -> str:
+    return star_numbers(same[0].fqn) if len(same) > 1 else same[0].fqn
 
 
-def _row(same: list[ParameterPlan], shape: MeshShape) -> Row:
+def _row(same: Sequence[ParameterPlan]) -> tuple[str, ...]:
     first = same[0]
-    size = math.prod(first.shape)
-    local = sum(math.prod(shape_of(piece.local)) for each in same for piece in each.layout.pieces(shape.coords(0)))
-    return Row(
-        name=star_numbers(first.fqn) if len(same) > 1 else first.fqn,
-        count=len(same),
-        shape=first.shape,
-        placement=str(first.placement),
-        gradient="summed over tp" if first.gradient == "partial" else "full",
-        style=first.rule.style,
-        source=first.rule.source,
-        reason=first.rule.meaning,
-        num_elements=size * len(same),
-        local_elements=local,
-    )
+    gradient = "summed over tp" if first.gradient == "partial" else "full"
+    rule = first.rule
+    shape = str(list(first.shape))
+    return _name(same), str(len(same)), shape, str(first.placement), gradient, rule.style, rule.source
 
 
 def table(rows: Sequence[tuple[str, ...]], *, has_rule: bool) -> list[str]:
