@@ -31,7 +31,7 @@ MODULES = {
 FACTS = ModelFacts(
     model_type="",
     modules=MODULES,
-    stacks=(LayerStack(fqn="layers", items=("layers.0", "layers.1"), classes=("Layer",)),),
+    stacks=(LayerStack(fqn="layers", items=("layers.0", "layers.1")),),
     tied={"head.weight": "embed.weight"},
     embedding="embed",
 )

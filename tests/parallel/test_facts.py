@@ -62,60 +62,60 @@ def test_what_is_in_a_list_inside_of_a_layer_is_in_that_layer():
 
 
 def stacks_of(class_name, **values):
-    """Of a transformers model on the meta device: FQN to (number of layers, their classes, the layer around)."""
+    """Of a transformers model on the meta device: FQN to (number of layers, the layer around)."""
     model_class = getattr(transformers, class_name)
     with torch.device("meta"):
         model = model_class(model_class.config_class(**values))
     found = facts.read_facts(model).stacks
-    return {stack.fqn: (len(stack.items), len(stack.classes), stack.within) for stack in found}
+    return {stack.fqn: (len(stack.items), stack.within) for stack in found}
 
 
 TWO = {"num_hidden_layers": 2}
 CASES = {
     # of its lists of embeddings and heads none
-    "MusicgenForCausalLM": (TWO, {"model.decoder.layers": (2, 1, "")}),
+    "MusicgenForCausalLM": (TWO, {"model.decoder.layers": (2, "")}),
     "BartModel": (
         {"encoder_layers": 2, "decoder_layers": 3},
-        {"encoder.layers": (2, 1, ""), "decoder.layers": (3, 1, "")},
+        {"encoder.layers": (2, ""), "decoder.layers": (3, "")},
     ),
     # what a layer of it consists of is a list again
     "T5Model": (
         {"num_layers": 1, "num_decoder_layers": 1},
         {
-            "encoder.block": (1, 1, ""),
-            "encoder.block.0.layer": (2, 2, "encoder.block.0"),
-            "decoder.block": (1, 1, ""),
-            "decoder.block.0.layer": (3, 3, "decoder.block.0"),
+            "encoder.block": (1, ""),
+            "encoder.block.0.layer": (2, "encoder.block.0"),
+            "decoder.block": (1, ""),
+            "decoder.block.0.layer": (3, "decoder.block.0"),
         },
     ),
     "JambaModel": (
         {"num_hidden_layers": 4, "attn_layer_offset": 1, "attn_layer_period": 2, "num_experts": 2},
-        {"layers": (4, 2, "")},
+        {"layers": (4, "")},
     ),
     # one layer, run again and again
     "AlbertModel": (
         TWO,
         {
-            "encoder.albert_layer_groups": (1, 1, ""),
-            "encoder.albert_layer_groups.0.albert_layers": (1, 1, "encoder.albert_layer_groups.0"),
+            "encoder.albert_layer_groups": (1, ""),
+            "encoder.albert_layer_groups.0.albert_layers": (1, "encoder.albert_layer_groups.0"),
         },
     ),
     "SwinModel": (
         {"depths": [2, 1], "num_heads": [3, 6]},
         {
-            "encoder.layers": (2, 1, ""),
-            "encoder.layers.0.blocks": (2, 1, "encoder.layers.0"),
-            "encoder.layers.1.blocks": (1, 1, "encoder.layers.1"),
+            "encoder.layers": (2, ""),
+            "encoder.layers.0.blocks": (2, "encoder.layers.0"),
+            "encoder.layers.1.blocks": (1, "encoder.layers.1"),
         },
     ),
-    "DebertaModel": (TWO, {"encoder.layer": (2, 1, "")}),
+    "DebertaModel": (TWO, {"encoder.layer": (2, "")}),
     # a list of lists
     "FunnelModel": (
         {"block_sizes": [2, 1], "num_decoder_layers": 1},
-        {"encoder.blocks.0": (2, 1, ""), "encoder.blocks.1": (1, 1, ""), "decoder.layers": (1, 1, "")},
+        {"encoder.blocks.0": (2, ""), "encoder.blocks.1": (1, ""), "decoder.layers": (1, "")},
     ),
     # its norms are lists, too
-    "XLMModel": ({"n_layers": 2}, {"attentions": (2, 1, ""), "ffns": (2, 1, "")}),
+    "XLMModel": ({"n_layers": 2}, {"attentions": (2, ""), "ffns": (2, "")}),
 }
 
 

@@ -30,7 +30,7 @@ FACTS = ModelFacts(
         "norm": ModuleFacts(kind="other", parameters={"weight": (8,)}),
         "head": LINEAR,
     },
-    stacks=(LayerStack(fqn="layers", items=tuple(f"layers.{layer}" for layer in range(4)), classes=("Layer",)),),
+    stacks=(LayerStack(fqn="layers", items=tuple(f"layers.{layer}" for layer in range(4))),),
     tied={"head.weight": "embed.weight"},
     head="head",
     embedding="embed",

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.pure
 
 FACTS = ModelFacts(
     model_type="any",
-    stacks=(LayerStack(fqn="layers", items=("layers.0",), classes=("Layer",)),),
+    stacks=(LayerStack(fqn="layers", items=("layers.0",)),),
     modules={
         "": ModuleFacts(kind="other"),
         "places": ModuleFacts(kind="embedding", parameters={"weight": (64, 16)}),

@@ -105,15 +105,13 @@ def read_stacks(model: nn.Module) -> tuple[LayerStack, ...]:
     for fqn, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or any(_is_operation(item) for item in module):
             continue
-        items = {
-            f"{fqn}.{name}": type(item).__name__
+        items = [
+            f"{fqn}.{name}"
             for name, item in module.named_children()
             if any(parameter.ndim > 1 for parameter in item.parameters())
-        }
+        ]
         if items:
-            within = nearest(fqn, layers) or ""
-            classes = tuple(dict.fromkeys(items.values()))
-            found.append(LayerStack(fqn=fqn, items=tuple(items), classes=classes, within=within))
+            found.append(LayerStack(fqn=fqn, items=tuple(items), within=nearest(fqn, layers) or ""))
             layers.update(items)
     return tuple(found)
 

@@ -74,13 +74,11 @@ class LayerStack:
     Attributes:
         fqn: the `ModuleList`.
         items: FQNs of the layers, as registered; in which order they run, `search/trace.py` finds out.
-        classes: the names of their classes, each once.
         within: FQN of the layer of another stack that this one is inside of; empty where it is outermost.
     """
 
     fqn: str
     items: tuple[str, ...]
-    classes: tuple[str, ...]
     within: str = ""
 
 
