@@ -10,8 +10,6 @@ from shardwise.tiny.fields import is_count
 
 __all__ = ["choose_layers", "shrink_layer_lists"]
 
-_MAX_COMBINATIONS = 6  # above this many combinations of kinds, each kind occurs, but not in every combination
-
 
 def choose_layers(values: Mapping[str, Any], num_layers: int, wanted: int, *, repeats: int = 1) -> list[int]:
     """Indices of original layers the tiny model keeps, ascending: at least `wanted`, `repeats` of each kind.
@@ -22,10 +20,7 @@ def choose_layers(values: Mapping[str, Any], num_layers: int, wanted: int, *, re
         wanted: how many the tiny model has if there is only one kind.
     """
     kinds = [_kind(values, num_layers, index) for index in range(num_layers)]
-    if len(set(kinds)) > _MAX_COMBINATIONS:
-        chosen = _cover(kinds)
-    else:
-        chosen = {index for index, kind in enumerate(kinds) if kinds[:index].count(kind) < repeats}
+    chosen = {index for index, kind in enumerate(kinds) if kinds[:index].count(kind) < repeats}
     chosen |= set(range(_cycle(values)))
     for index in range(num_layers):
         if len(chosen) >= wanted:
@@ -64,17 +59,6 @@ def _kind(values: Mapping[str, Any], num_layers: int, index: int) -> tuple[Hasha
         elif _is_per_layer(value, num_layers):
             kind.append(repr(value[index]))
     return tuple(kind)
-
-
-def _cover(kinds: list[tuple[Hashable, ...]]) -> set[int]:
-    """Layers in which each kind occurs, though not in every combination."""
-    chosen: set[int] = set()
-    missing = {part for kind in kinds for part in enumerate(kind)}
-    while missing:
-        best = max(range(len(kinds)), key=lambda index: (len(missing & set(enumerate(kinds[index]))), -index))
-        chosen.add(best)
-        missing -= set(enumerate(kinds[best]))
-    return chosen
 
 
 def _cycle(values: Mapping[str, Any]) -> int:
