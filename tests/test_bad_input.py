@@ -92,7 +92,7 @@ EXPECTED = {
     "target": (IndexError, "Target 96 is out of bounds: there are 96 classes"),
     "state_dict": (UnsupportedError, "state_dict() of a LlamaForCausalLM that is split over tp=2", "full_state_dict"),
     "save_pretrained": (UnsupportedError, "save_pretrained of a split model", "export_pretrained"),
-    "resize": (UnsupportedError, "resize_token_embeddings on a split model", "before shardwise.parallelize"),
+    "resize": (UnsupportedError, "resize_token_embeddings of a split model", "before shardwise.parallelize"),
     "optimizer": (TypeError, "optimizer_class must be a torch.optim.Optimizer class", "'AdamW'"),
     "max_norm": (ConfigError, "max_norm must be at least 0, got -1.0"),
     "norm_type": (ConfigError, "norm_type must be positive or math.inf, got 0"),

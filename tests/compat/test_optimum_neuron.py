@@ -394,7 +394,7 @@ def test_bad_input_is_one_clear_error_on_every_rank(on_ranks, layout, tmp_path):
         "load unsplit": "is not a model that Shardwise has split",
         "twice": "is split already",
         "kind": "hf",
-        "resized": "resize_token_embeddings on a split model",
+        "resized": "resize_token_embeddings of a split model",
         "neither": "as_sharded=False",
         "steps": "a step of a lazy AdamW",
         "mapping": "of the optimizer is not said",

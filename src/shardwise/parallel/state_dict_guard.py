@@ -15,7 +15,10 @@ from shardwise.parameters.registry import ParameterEntry, Registry, entry_of, na
 
 __all__ = ["guard_state_dict", "local_state_dict"]
 
-_EXPORT = "use shardwise.full_state_dict(model), or shardwise.export_pretrained(model, directory) to save"
+_EXPORT = (
+    "use shardwise.full_state_dict(model), or shardwise.export_pretrained(model, directory) to save, on every rank"
+)
+_RESIZE = "resize the unsplit model before shardwise.parallelize, or export and load it again"
 
 
 def guard_state_dict(model: nn.Module, registry: Registry) -> None:
@@ -49,9 +52,9 @@ def guard_state_dict(model: nn.Module, registry: Registry) -> None:
     model.register_load_state_dict_pre_hook(_split)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            module.resize_token_embeddings = _refuse_resize
-            module.save_pretrained = partial(_refuse_saving, "save_pretrained")
-            module.push_to_hub = partial(_refuse_saving, "push_to_hub")
+            module.resize_token_embeddings = partial(_refuse, "resize_token_embeddings", _RESIZE)
+            module.save_pretrained = partial(_refuse, "save_pretrained", _EXPORT)
+            module.push_to_hub = partial(_refuse, "push_to_hub", _EXPORT)
             if registry.stages is not None:
                 module.tie_weights = _keep_ties
 
@@ -116,17 +119,5 @@ def _keep_ties(*args: Any, **kwargs: Any) -> None:
     """Nothing is left to tie: stages know what they share, and hold one of the two at most."""
 
 
-def _refuse_resize(*args: Any, **kwargs: Any) -> NoReturn:
-    raise UnsupportedError(
-        "resize_token_embeddings on a split model",
-        why="the vocabulary is divided among ranks already",
-        fix="resize the unsplit model before shardwise.parallelize, or export and load it again",
-    )
-
-
-def _refuse_saving(name: str, *args: Any, **kwargs: Any) -> NoReturn:
-    raise UnsupportedError(
-        f"{name} of a split model",
-        why="this rank holds parts of its parameters, and other ranks may not have called",
-        fix="call shardwise.export_pretrained(model, directory) on every rank",
-    )
+def _refuse(what: str, fix: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise UnsupportedError(f"{what} of a split model", why="this rank holds parts of its parameters", fix=fix)
