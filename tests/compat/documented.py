@@ -1,4 +1,4 @@
-"""Every public item of the five documents, transcribed once: where it is, and its signature as the document prints it."""
+"""Every public item of the five documents, transcribed once: where it is, and its signature as the document has it."""
 
 from __future__ import annotations
 
