@@ -217,7 +217,7 @@ CASES = {
         None,
         ["layout=tp3"],
         [
-            "cannot split the heads of model.layers.0.self_attn over tp=3, nor 1 more alike",
+            "cannot split the heads of model.layers.0.self_attn over tp=3, and 1 more like it",
             "4 query heads do not divide among 3 ranks",
             "use tp_size 1, 2, 4",
         ],

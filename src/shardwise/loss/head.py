@@ -83,7 +83,7 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
         context.state.keep_logits_split = arguments.get("labels") is not None and context.mesh is not None
         if context.state.keep_logits_split and torch.compiler.is_compiling():
             what = f"a {context.model_name} that is split over tp, with labels"
-            refuse_compiled(what, why="how ranks share logits and loss is no graph")
+            refuse_compiled(what, why="the loss over split logits communicates, which torch.compile cannot trace")
         if context.mesh is not None:
             also: dict[str, Any] = {"model.training": module.training, "gradients": torch.is_grad_enabled()}
             also["dtype of parameters"] = next(module.parameters()).dtype

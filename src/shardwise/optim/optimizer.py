@@ -218,8 +218,8 @@ def _check_known(parameters: Iterable[Tensor], models: Sequence[nn.Module]) -> N
     untracked = [tuple(each.shape) for each in parameters if each.requires_grad and entry_of(each) is None]
     if untracked and any(gradients_of(model).registry.mesh.data_size > 1 for model in models):
         raise UnsupportedError(
-            f"parameters outside of the split model, of shapes {', '.join(map(str, untracked[:3]))}",
-            why="nobody averages their gradients over the data ranks",
+            f"these parameters are not part of the split model: shapes {', '.join(map(str, untracked[:3]))}",
+            why="their gradients would not be averaged over the data ranks",
             fix="pass the module that holds both to shardwise.build_optimizer or shardwise.TrainStep, or give them an "
             "optimizer of their own",
         )

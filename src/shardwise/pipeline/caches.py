@@ -2,7 +2,7 @@
 
 # [Note: caches of stages]
 A model asks its cache how many positions have been, and asks layer 0, or the first layer of a kind; a stage that does
-not run that layer would get 0, and its positions and masks would be wrong without a word. So after every forward the
+not run that layer would get 0, and its positions and masks would be silently wrong. So after every forward the
 layers that this rank has not filled are advanced by as many positions, of one number each. And where a rank runs
 several stages, the later one must not find what the earlier one has added in the same forward: each is given copies of
 the layers as they were before. A cache of an encoder-decoder is two: what the decoder has seen of itself, which is

@@ -137,7 +137,7 @@ class SecondPart:
 
 def check_complete(ends: Sequence[Any], inputs: Sequence[Tensor], second: SecondPart, *, stage: int) -> None:
     """Raises where a weight that the outputs depend on is in no group of the second part, so that its gradient would be
-    lost without a word.
+    lost silently.
 
     Args:
         ends: the outputs' nodes in the graph, which they release in the first part.

@@ -295,7 +295,7 @@ class PipelineStage(Base):
         """Puts off what FSDP2 reduces to the end of the schedule, and has it hold what the graph was made with.
 
         Both parts of a backward look up parameters before autograd runs. ZeRO stage 3 has freed them after the forward,
-        and those at rest are not in the graph: their gradients would be lost without a word.
+        and those at rest are not in the graph: their gradients would be lost silently.
         """
         if not self._is_managed:
             return

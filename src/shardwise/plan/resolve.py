@@ -169,7 +169,7 @@ def all_problems(problems: list[PlanError]) -> PlanError:
         seen.setdefault("".join("*" if letter.isdigit() else letter for letter in problem.summary), problem)
     first, *others = seen.values()
     if not others:
-        first.summary += f", nor {len(problems) - 1} more alike" if len(problems) > 1 else ""
+        first.summary += f", and {len(problems) - 1} more like it" if len(problems) > 1 else ""
         return first
     return PlanError(
         f"the plan cannot be followed: {len(problems)} problems, {len(seen)} distinct",
