@@ -36,7 +36,7 @@ from shardwise.data.packing import PackedBatches
 from shardwise.data.rows import DocumentRows
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
-from shardwise.sharding.division import Division, divide_boxes
+from shardwise.sharding.division import Division, assign_writers
 from shardwise.topology.shape import MeshShape
 
 MOST_SECONDS, MOST_BYTES, MOST_BYTES_OF_DATA = 10.0, 500e6, 1e9
@@ -70,7 +70,7 @@ class Job:
 
     def divide_save(self) -> str:
         """Which rank writes what, and the boxes of the last rank."""
-        self.division = divide_boxes(self.layouts, self.shape)
+        self.division = assign_writers(self.layouts, self.shape)
         num_boxes = sum(len(self.division.boxes_of(name, self.shape.world_size - 1)) for name in self.layouts)
         return f"{num_boxes:,} parts of one rank"
 

@@ -62,7 +62,7 @@ def split_and_train(model: nn.Module, batch: Mapping[str, Any], spec: ParallelSp
         stages = [registry.stages for registry in registries if registry.stages is not None]
         with ExitStack() as stack:
             for each in sums:
-                stack.enter_context(each.together())
+                stack.enter_context(each.no_sync())
             output, _ = train_in_stages(stages, batch)
         found: dict[str, Tensor] = {}
         for each, registry in zip(copies, registries, strict=True):

@@ -10,7 +10,7 @@ from shardwise.pipeline.runner import PipelineRunner
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan
 from shardwise.runtime.context import SplitContext
 from shardwise.schedule.build import build_schedule
-from shardwise.stages.model import Stages, Travelling
+from shardwise.stages.model import Stages, StageTensor
 
 WIDTH = 8
 
@@ -58,7 +58,7 @@ class StubStages(Stages):
         self.last = len(model.blocks) - 1
 
     def shapes(self, stage, arguments):
-        both = (Travelling(shape=tuple(arguments["x"].shape), dtype=torch.float32, needs_gradient=True),) * 2
+        both = (StageTensor(shape=tuple(arguments["x"].shape), dtype=torch.float32, needs_gradient=True),) * 2
         return both if stage else (), both if stage != self.last else ()
 
     def run(self, stage, arguments, received):
@@ -79,10 +79,10 @@ def stub_runner(mesh, name, *, num_microbatches=8, num_stages_per_rank=None, fai
     )
     rank_of = tuple(schedule.rank_of.values())
     calls = tuple(f"blocks.{number}" for number in range(len(rank_of)))
-    order = LayerOrder(calls=calls, uses={}, crossings=())
+    order = LayerOrder(calls=calls, uses={}, cut_tensors=())
     plan = PipelinePlan(order=order, schedule=name, starts=tuple(range(len(rank_of))), rank_of=rank_of)
     model = Blocks(len(rank_of), drops)
-    own = plan.stages_of(mesh.coord("pp"))
+    own = plan.stages_holding(mesh.coord("pp"))
     for number, block in enumerate(model.blocks):
         if number not in own:
             block.to("meta")

@@ -22,7 +22,7 @@ from shardwise.runtime.context import SplitContext
 from shardwise.schedule.build import build_schedule
 from shardwise.schedule.drawing import draw_svg
 from shardwise.schedule.timeline import chrome_trace
-from shardwise.stages.model import Stages, Travelling
+from shardwise.stages.model import Stages, StageTensor
 from sidebyside.steps import Contender, Size, seconds_of
 
 __all__ = ["BY_HAND", "OURS", "Bubble", "Step", "measure_bubbles", "measure_step"]
@@ -75,8 +75,8 @@ class _Row(Stages):
         self.modules = nn.ModuleDict({str(number): build() for number in own})
 
     def shapes(self, stage: int, arguments: Mapping[str, Any]) -> Any:
-        crossing = (Travelling(shape=tuple(arguments["x"].shape), dtype=torch.float32, needs_gradient=True),)
-        return crossing if stage else (), crossing if stage != self.last else ()
+        cut_tensor = (StageTensor(shape=tuple(arguments["x"].shape), dtype=torch.float32, needs_gradient=True),)
+        return cut_tensor if stage else (), cut_tensor if stage != self.last else ()
 
     def run(self, stage: int, arguments: Mapping[str, Any], received: Any) -> Any:
         x = self.modules[str(stage)](received[0] if received else arguments["x"])
@@ -116,7 +116,7 @@ def _measure_bubble(mesh: shardwise.Mesh, name: str, num_microbatches: int, slee
     pp_size = mesh.size("pp")
     schedule = build_schedule(name, pp_size=pp_size, num_microbatches=num_microbatches)
     rank_of = tuple(schedule.rank_of.values())
-    order = LayerOrder(calls=tuple(map(str, range(len(rank_of)))), uses={}, crossings=())
+    order = LayerOrder(calls=tuple(map(str, range(len(rank_of)))), uses={}, cut_tensors=())
     plan = PipelinePlan(order=order, schedule=name, starts=tuple(range(len(rank_of))), rank_of=rank_of)
     layers = 24 // (len(rank_of) // pp_size)
     build = (lambda: _Multiplying(layers)) if sleep_seconds is None else (lambda: _Sleeping(sleep_seconds))

@@ -63,7 +63,7 @@ def prove_every_cut(model_type: str, task: str, class_name: str) -> dict[str, ob
         "share": 0.0,
         "block_share": 0.0,
         "split_seconds": round(seconds, 3),
-        "crossing": [len(values) for values in sent],
+        "cut_tensor": [len(values) for values in sent],
     }
 
 

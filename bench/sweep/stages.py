@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from shardwise.parallel.stages import keep_stages
+from shardwise.parallel.stages import build_local_stages
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan
 from shardwise.stages.model import Stages
 
@@ -18,7 +18,7 @@ def stages_of(model: nn.Module, order: LayerOrder, starts: Sequence[int] | None 
     """A copy of the model for every stage, by default one for every segment."""
     starts = tuple(starts or range(len(order.calls)))
     plan = PipelinePlan(order=order, schedule="1f1b", starts=starts, rank_of=tuple(range(len(starts))))
-    return [keep_stages(copy.deepcopy(model), plan, own=(stage,)) for stage in range(len(starts))]
+    return [build_local_stages(copy.deepcopy(model), plan, own=(stage,)) for stage in range(len(starts))]
 
 
 def gradients_of(stages: Sequence[Stages], whole: nn.Module) -> dict[str, Tensor]:

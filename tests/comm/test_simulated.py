@@ -139,7 +139,7 @@ def train(mesh, count, model, rules, sequence_parallel):
     tracked = track_gradients(model, apply_plan(model, mesh, decided, spec))
     start = count()
     loss = loss_or_surrogate(model(**tiny_batch(model)))
-    with tracked.together():
+    with tracked.no_sync():
         loss.backward()
         num_collectives = count() - start
     return loss.detach(), shardwise.full_gradients(model), num_collectives

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardwise.compat.neuronx_distributed as nxd
-from shardwise.comm.agree import run_in_turns
+from shardwise.comm.agree import run_serially
 from shardwise.compat.neuronx_distributed import parallel_layers, parallel_state
 from shardwise.compat.neuronx_distributed.modules.qkv_linear import GQAQKVColumnParallelLinear
 from shardwise.compat.neuronx_distributed.optimizer import NeuronZero1Optimizer
@@ -42,7 +42,7 @@ def used(mesh):
     for kind, dim in ((layers.ColumnParallelLinear, 0), (layers.RowParallelLinear, 1)):
         torch.manual_seed(0)
         build = functools.partial(kind, 6, 8, bias=False)
-        layer = run_in_turns(build, mesh.group(), turn=mesh.rank, num_turns=2, doing="building")  # one rank at a time
+        layer = run_serially(build, mesh.group(), turn=mesh.rank, num_turns=2, doing="building")  # one rank at a time
         torch.manual_seed(0)
         whole = torch.nn.Linear(6, 8, bias=False).weight
         own = whole.chunk(2, dim)[parallel_state.get_tensor_model_parallel_rank()]

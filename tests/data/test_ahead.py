@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwise.data import ahead
-from shardwise.data.ahead import BatchesAhead, SentBatch
+from shardwise.data.ahead import DeviceBatch, PrefetchLoader
 
 pytestmark = pytest.mark.single
 
@@ -60,7 +60,7 @@ def card(monkeypatch):
 
 def test_batches_come_in_order_and_are_counted_when_they_are_handed_out(card):
     current, used = card
-    batches = BatchesAhead(Batches(), torch.device("cuda", 0))
+    batches = PrefetchLoader(Batches(), torch.device("cuda", 0))
     assert next(batches)["input_ids"] == 1
     for number in (2, 3):
         batches.fetch()
@@ -68,7 +68,7 @@ def test_batches_come_in_order_and_are_counted_when_they_are_handed_out(card):
         assert batches.state_dict() == {"num_batches_read": number - 1}
         batch = next(batches)
         assert batches.state_dict() == {"num_batches_read": number}
-        assert isinstance(batch, SentBatch) and batch["input_ids"] == number
+        assert isinstance(batch, DeviceBatch) and batch["input_ids"] == number
         assert not current.waited and not used
         assert batch.take() == {"input_ids": torch.tensor([number + 10]), "name": "text"}
         assert len(current.waited) == 1 and used == [number + 10]
@@ -83,7 +83,7 @@ def test_a_batch_on_whose_way_there_was_an_interrupt_is_read_again(card, monkeyp
     def interrupt(value, device):
         raise KeyboardInterrupt
 
-    batches = BatchesAhead(Batches(), torch.device("cuda", 0))
+    batches = PrefetchLoader(Batches(), torch.device("cuda", 0))
     with monkeypatch.context() as patched:
         patched.setattr(ahead, "send", interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -92,7 +92,7 @@ def test_a_batch_on_whose_way_there_was_an_interrupt_is_read_again(card, monkeyp
 
 
 def test_on_a_cpu_nothing_is_fetched():
-    batches = BatchesAhead(Batches(), torch.device("cpu"))
+    batches = PrefetchLoader(Batches(), torch.device("cpu"))
     batches.fetch()
     assert batches.state_dict() == {"num_batches_read": 0}
     assert type(next(batches)) is dict

@@ -13,7 +13,7 @@ from bench.onecard.reads import ReadCount
 from shardwise.data.rows import segment_inputs
 from shardwise.errors import UnsupportedError
 from shardwise.optim.gradients import gradients_of
-from shardwise.probe.documents import find_apart
+from shardwise.probe.documents import probe_document_masking
 from shardwise.train.step import TrainStep
 from tests.families import FULL_PRODUCT, tiny_model
 
@@ -132,7 +132,7 @@ def test_a_packed_row_equals_its_documents_run_apart(on_ranks, layout, sequence_
 )
 def test_what_keeps_documents_apart_is_found_by_trying(kind, packed, apart):
     config = transformers.AutoConfig.for_model(kind)
-    assert find_apart(config, transformers.AutoModelForCausalLM, packed=packed) == apart
+    assert probe_document_masking(config, transformers.AutoModelForCausalLM, packed=packed) == apart
 
 
 @pytest.mark.single
@@ -140,6 +140,6 @@ def test_what_keeps_documents_apart_is_found_by_trying(kind, packed, apart):
 def test_models_in_which_documents_see_each_other_are_refused_in_words(kind):
     config = transformers.AutoConfig.for_model(kind)
     with pytest.raises(UnsupportedError, match=f"a model of type '{kind}' with several documents in a row") as raised:
-        find_apart(config, transformers.AutoModelForCausalLM, packed=True)
+        probe_document_masking(config, transformers.AutoModelForCausalLM, packed=True)
     assert "tried on a tiny one" in raised.value.why and raised.value.fix == "set data.rows=padded"
-    assert find_apart(config, transformers.AutoModelForCausalLM, packed=False).startswith("padded")
+    assert probe_document_masking(config, transformers.AutoModelForCausalLM, packed=False).startswith("padded")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shardwise.cli.sources import open_source
-from shardwise.comm.agree import once_per_machine
+from shardwise.comm.agree import run_on_local_rank_0
 from shardwise.data import corpus
 from shardwise.data.config import DataConfig, patterns_of
 from shardwise.data.corpus import Encoder, file_source, find_files
@@ -275,7 +275,7 @@ def work_on_ranks(path, failure):
             path.write_text(path.read_text() + "x" if path.exists() else "x")
 
         try:
-            once_per_machine(work, local_rank=mesh.rank)
+            run_on_local_rank_0(work, local_rank=mesh.rank)
         except (LoadError, KeyError) as error:
             return type(error).__name__, str(error)
         return path.read_text()

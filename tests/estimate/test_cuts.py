@@ -33,7 +33,7 @@ def model(num_layers: int, vocab_size: int, *, tied: bool = False) -> tuple[Laye
     }
     uses = {f"{layer}.weight": (number,) for number, layer in enumerate(layers)}
     uses |= {"embed.weight": (0,), "head.weight": (num_layers - 1,)}
-    order = LayerOrder(calls=tuple(layers), uses=uses, crossings=((),) * (num_layers - 1))
+    order = LayerOrder(calls=tuple(layers), uses=uses, cut_tensors=((),) * (num_layers - 1))
     return order, ModelFacts(model_type="", modules=modules, tied={"head.weight": "embed.weight"} if tied else {})
 
 

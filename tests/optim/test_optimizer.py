@@ -14,7 +14,7 @@ from shardwise.compat.layers.by_hand import adopt_model
 from shardwise.compat.neuronx_distributed.optimizer import build_sharded
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.optim.gradients import LossScale, gradients_of
-from shardwise.optim.plain_step import stepping_class, takes_left_out
+from shardwise.optim.plain_step import can_skip_on_device, stepping_class
 from shardwise.parameters.registry import registry_of
 from shardwise.ranks.fake_mesh import fake_mesh
 from shardwise.ranks.spawn import spawn
@@ -94,7 +94,7 @@ def test_options_that_look_different_in_every_process_are_no_difference_between_
 def test_ranks_to_which_zero_gives_no_parameters_learn_of_bad_steps_as_the_others_do(fused):
     build, device = stepping_class(torch.optim.AdamW), torch.device("cpu")
     some, none = (build([{"params": each}], fused=fused) for each in ([torch.nn.Parameter(torch.ones(1))], []))
-    assert takes_left_out(some, device) is takes_left_out(none, device) is fused
+    assert can_skip_on_device(some, device) is can_skip_on_device(none, device) is fused
 
 
 def step_with_zero(mesh):

@@ -73,7 +73,7 @@ def test_cut_in_front_of_every_layer(name):
             continue
         allowed = 1e-4 * float(gradient.abs().max()) + 1e-6
         assert float((found[parameter_name] - gradient).abs().max()) < allowed, parameter_name
-    assert [len(each) for each in outgoing] == [len(each) for each in order.crossings]
+    assert [len(each) for each in outgoing] == [len(each) for each in order.cut_tensors]
 
 
 @pytest.mark.parametrize(
@@ -155,14 +155,14 @@ def test_a_cut_inside_of_a_split_sequence_is_crossed_by_a_part_of_it():
 
 
 def test_what_crosses_is_what_is_needed():
-    def crossing(name: str) -> list[list[str]]:
-        return [[each.anchor for each in cut] for cut in find_layer_order(model_of(name)).crossings]
+    def cut_tensor(name: str) -> list[list[str]]:
+        return [[each.anchor for each in cut] for cut in find_layer_order(model_of(name)).cut_tensors]
 
-    assert crossing("llama") == [["input:hidden_states"]]
-    assert crossing("gpt2") == [["input:hidden_states"]]
+    assert cut_tensor("llama") == [["input:hidden_states"]]
+    assert cut_tensor("gpt2") == [["input:hidden_states"]]
     bias, encoded, hidden = "input:position_bias", "input:encoder_hidden_states", "input:hidden_states"
-    assert crossing("t5") == [[bias, hidden], [encoded, hidden], [encoded, bias, hidden]]
-    assert crossing("mixtral") == [["output:model.layers.0.mlp.gate:0:0", hidden]]
+    assert cut_tensor("t5") == [[bias, hidden], [encoded, hidden], [encoded, bias, hidden]]
+    assert cut_tensor("mixtral") == [["output:model.layers.0.mlp.gate:0:0", hidden]]
 
 
 def test_attention_weights_that_nothing_uses_need_no_code_to_run():

@@ -65,7 +65,7 @@ CHANGES = {
     "Registry": {"reads_names", "uses", "idle_stages"},
     "SplitContext": {
         *("state", "_around", "drops_output", "batch_compared"),  # of the step or forward under way
-        *("gathered_for", "last_look", "steps"),  # of all so far
+        *("gathered_for", "last_gathered", "steps"),  # of all so far
     },
 }
 

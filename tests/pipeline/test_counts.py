@@ -40,9 +40,9 @@ def expected_messages(runner, part):
     calls, sizes, rank_of = 0, 0, runner.plan.rank_of
     for stage in runner.stages.own:
         both = runner.stages.shapes(stage, part)
-        for crossing, other in zip(both, (stage - 1, stage + 1), strict=True):
+        for cut_tensor, other in zip(both, (stage - 1, stage + 1), strict=True):
             is_sent = 0 <= other < len(rank_of) and rank_of[other] != rank_of[stage]
-            for each in crossing if is_sent else ():
+            for each in cut_tensor if is_sent else ():
                 calls += 1 + each.needs_gradient
                 sizes += (1 + each.needs_gradient) * math.prod(each.shape) * each.dtype.itemsize
     return calls, sizes

@@ -228,9 +228,9 @@ def train_half(mesh, compute):
         losses.append(float(step(batch).loss))
         optimizer.step()
         optimizer.zero_grad()
-    crossing, _ = runner_of(model).stages.shapes(1, {"input_ids": batch["input_ids"][:1]})
+    cut_tensor, _ = runner_of(model).stages.shapes(1, {"input_ids": batch["input_ids"][:1]})
     with torch.no_grad():
-        return losses, crossing[0].dtype, float(whole(**tiny_batch(whole, rows=8)).loss)
+        return losses, cut_tensor[0].dtype, float(whole(**tiny_batch(whole, rows=8)).loss)
 
 
 @pytest.mark.parametrize(

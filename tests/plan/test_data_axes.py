@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.plan.data_axes import with_data_axes
 from shardwise.plan.decision import SplitPlan
-from shardwise.plan.pipeline_plan import Crossing, LayerOrder, PipelinePlan
+from shardwise.plan.pipeline_plan import CutTensor, LayerOrder, PipelinePlan
 from shardwise.plan.resolve import resolve
 from shardwise.plan.rule import InputRule
 from shardwise.plan.spec import Plan
@@ -44,7 +44,7 @@ ORDER = LayerOrder(
         "norm.weight": (3,),
         "head.weight": (3,),
     },
-    crossings=((Crossing(anchor="input:0"),),) * 3,
+    cut_tensors=((CutTensor(anchor="input:0"),),) * 3,
 )
 RULES = Plan.of({"layers.*.up": "colwise", "layers.*.down": "rowwise"}) | Plan(
     (InputRule("no.such", "aside", "structure"),)
@@ -79,7 +79,7 @@ def test_a_parameter_knows_the_stages_that_hold_it():
 
 def test_unused_parameters_stay_with_their_layer():
     plan = decided("pp2.tp2", starts=(0, 2), rank_of=(0, 1))
-    assert [plan.stages_of(f"layers.{layer}.down.weight") for layer in range(4)] == [(0,), (0,), (1,), (1,)]
+    assert [plan.stages_holding(f"layers.{layer}.down.weight") for layer in range(4)] == [(0,), (0,), (1,), (1,)]
 
 
 def test_what_no_root_of_a_stage_can_hold_is_kept_in_full():

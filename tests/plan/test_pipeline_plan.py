@@ -5,7 +5,7 @@ import json
 import pytest
 
 from shardwise.plan.adapters import stages_with_adapters
-from shardwise.plan.pipeline_plan import Crossing, LayerOrder, PipelinePlan, Returned
+from shardwise.plan.pipeline_plan import CutTensor, LayerOrder, PipelinePlan, Returned
 from shardwise.plan.structure import AdapterFacts, ModelFacts
 from shardwise.sharding.json_form import from_json, to_json
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.pure
 ORDER = LayerOrder(
     calls=("layers.0", "layers.1"),
     uses={"layers.0.w": (0,), "layers.1.w": (1,), "unused": ()},
-    crossings=((Crossing(anchor="input:hidden_states", is_written=True),),),
+    cut_tensors=((CutTensor(anchor="input:hidden_states", is_written=True),),),
     returns={"layers.0": Returned(like=("hidden_states", ""), is_tuple=True)},
     shares_dropped=True,
     is_chain=True,

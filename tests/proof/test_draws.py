@@ -313,7 +313,7 @@ def test_fnet_trains_on_parts_of_the_sequence():
 
 @pytest.mark.single
 def test_what_is_drawn_in_code_of_other_stages_is_not_recorded():
-    order = LayerOrder(calls=("0", "1"), uses={}, crossings=((),))
+    order = LayerOrder(calls=("0", "1"), uses={}, cut_tensors=((),))
     plan = PipelinePlan(order=order, schedule="1f1b", starts=(0, 1), rank_of=(0, 1))
     stages = Stages(own=(1,), model=nn.Linear(1, 1), plan=plan)
     with RecordRandom(stages) as draws:

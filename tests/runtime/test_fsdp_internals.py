@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import shardwise
 from shardwise.ranks.fake_mesh import fake_mesh
 from shardwise.runtime import fsdp_internals
-from shardwise.runtime.fsdp_internals import Uses, carry_over_changes, gathered_parameters, units_of
+from shardwise.runtime.fsdp_internals import UnusedParameters, carry_over_changes, gathered_parameters, units_of
 from shardwise.topology.shape import MeshShape
 from tests.families import tiny_batch, tiny_model
 
@@ -70,7 +70,7 @@ def test_a_part_called_alone_leaves_parameters_at_rest_where_no_backward_follows
 
 
 class Unit:
-    """A unit of FSDP2 as `Uses` sees it."""
+    """A unit of FSDP2 as `UnusedParameters` sees it."""
 
     def __init__(self, monkeypatch, *, reduces=True):
         self.fsdp_params = [
@@ -93,7 +93,7 @@ class Unit:
 
 
 def test_what_no_rank_used_and_had_no_gradient_loses_it(monkeypatch):
-    unit, uses = Unit(monkeypatch), Uses()
+    unit, uses = Unit(monkeypatch), UnusedParameters()
     assert not uses
     uses.watch(unit)
     mine, others, nobodys = unit.fsdp_params

@@ -14,7 +14,7 @@ from shardwise.comm.simulated import run_ranks
 from shardwise.errors import LayoutError, PlanError
 from shardwise.runtime.axis import Axis
 from shardwise.runtime.context import SplitContext
-from shardwise.runtime.region_edges import RegionExit, edge_of, install_region, note_sum
+from shardwise.runtime.region_edges import RegionExit, edge_of, install_region, mark_full_gradient
 from shardwise.runtime.sequence_edges import cut, install_owner, install_stack, own_part, pad
 
 pytestmark = pytest.mark.single
@@ -195,7 +195,7 @@ class Scaled(Block):
     def forward(self, x, scales=None):
         out = super().forward(x)
         if self.context is not None:
-            out = note_sum(reduce_from_region(out, self.context.tp.group), self.context, self.context.tp)
+            out = mark_full_gradient(reduce_from_region(out, self.context.tp.group), self.context, self.context.tp)
         return out * self.scale if scales else out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.runtime.rng import RandomStreams, seeded
+from shardwise.runtime.rng import RandomStreams, device_rng
 
 pytestmark = pytest.mark.single
 
@@ -69,6 +69,6 @@ def test_a_seeded_block_leaves_the_stream_as_it_was():
     torch.manual_seed(0)
     expected = draw()
     torch.manual_seed(0)
-    with seeded(CPU, 7):
+    with device_rng(CPU, 7):
         inside = draw()
     assert torch.equal(draw(), expected) and not torch.equal(inside, expected)

@@ -67,7 +67,7 @@ class Thinking(nn.Module):
         return self.narrow(F.gelu(left) * right)
 
 
-class Round(nn.Module):
+class ScheduleRun(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
@@ -84,7 +84,7 @@ class OddModel(PreTrainedModel):
     def __init__(self, config: OddConfig) -> None:
         super().__init__(config)
         self.letters = nn.Embedding(VOCABULARY, WIDTH)
-        self.rounds = nn.ModuleList(Round() for _ in range(2))
+        self.rounds = nn.ModuleList(ScheduleRun() for _ in range(2))
         self.guess = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Any:

@@ -68,7 +68,7 @@ class Ladder(nn.Module):
         return stream * self.steps[:, None]
 
 
-class Round(nn.Module):
+class ScheduleRun(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.calm, self.looking, self.smear = nn.LayerNorm(WIDTH), Looking(), Smear()
@@ -89,8 +89,8 @@ class OddModel(PreTrainedModel):
     def __init__(self, config: PretrainedConfig, *, stacks: int) -> None:
         super().__init__(config)
         self.transform, self.final = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
-        self.first = nn.ModuleList(Round() for _ in range(2)) if stacks > 1 else None
-        self.rounds = nn.ModuleList(Round() for _ in range(2))
+        self.first = nn.ModuleList(ScheduleRun() for _ in range(2)) if stacks > 1 else None
+        self.rounds = nn.ModuleList(ScheduleRun() for _ in range(2))
         self.between, self.embedding_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.words, self.hints = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(VOCABULARY, WIDTH)
         self.voice = nn.Linear(WIDTH, VOCABULARY)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import (
     Chunk,
-    Held,
+    OnCoords,
     Placement,
     Replicate,
     Split,
@@ -64,9 +64,9 @@ def splits(draw: st.DrawFn) -> Split:
 
 
 @st.composite
-def helds(draw: st.DrawFn, *, parts: int) -> Held:
+def helds(draw: st.DrawFn, *, parts: int) -> OnCoords:
     """Some of the coords of an axis."""
-    return Held(tuple(sorted(draw(st.sets(st.integers(0, parts - 1), min_size=1)))))
+    return OnCoords(tuple(sorted(draw(st.sets(st.integers(0, parts - 1), min_size=1)))))
 
 
 @st.composite
@@ -111,7 +111,7 @@ def local_tensor(layout: Layout, coords: Mapping[str, int]) -> NDArray[np.int64]
     """The local tensor at `coords`, by applying each step to a real array; None where others hold it."""
     array = whole_tensor(layout.shape)
     for step in layout.steps:
-        if isinstance(step.placement, Held) and coords[step.axis] not in step.placement.coords:
+        if isinstance(step.placement, OnCoords) and coords[step.axis] not in step.placement.coords:
             return None
         array = _apply(array, step.placement, coord=coords[step.axis], parts=step.size)
     return array

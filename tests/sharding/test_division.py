@@ -6,7 +6,7 @@ from hypothesis import given
 
 from shardwise.errors import LayoutError
 from shardwise.sharding.boxes import full_box, shape_of, volume
-from shardwise.sharding.division import LEAST_ELEMENTS, MOST_ELEMENTS, divide_boxes
+from shardwise.sharding.division import LEAST_ELEMENTS, MOST_ELEMENTS, assign_writers
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Chunk, Replicate, split_heads
 from shardwise.topology.shape import MeshShape
@@ -22,7 +22,7 @@ def test_every_element_once_by_a_rank_that_holds_it(layout):
         sizes["dp_replicate_size" if step.axis == "ddp" else f"{step.axis}_size"] = step.size
     mesh = MeshShape(**sizes)
     count = np.zeros(layout.shape, dtype=int)
-    for portion in divide_boxes({"a": layout}, mesh)["a"]:
+    for portion in assign_writers({"a": layout}, mesh)["a"]:
         count[at(portion.box)] += 1
         held = np.zeros(layout.shape, dtype=bool)
         for piece in layout.pieces(mesh.coords(portion.rank)):
@@ -50,7 +50,7 @@ def test_no_rank_writes_much_more_than_the_mean(text):
         shards = Step("fsdp", mesh.size("fsdp"), Chunk(0))
         given["sharded"] = Layout((4096, 4096), (*(s for s in steps(mesh) if s.axis != "fsdp"), shards))
     loads = [0] * mesh.world_size
-    for name, portions in divide_boxes(given, mesh).items():
+    for name, portions in assign_writers(given, mesh).items():
         assert sum(volume(portion.box) for portion in portions) == volume(full_box(given[name].shape))
         for portion in portions:
             loads[portion.rank] += volume(portion.box)
@@ -60,9 +60,9 @@ def test_no_rank_writes_much_more_than_the_mean(text):
 
 def test_what_some_ranks_do_not_have_they_do_not_write():
     mesh = MeshShape.parse("ddp4")
-    found = divide_boxes({"a": Layout((8, 8))}, mesh, holders={"a": [2]})
+    found = assign_writers({"a": Layout((8, 8))}, mesh, holders={"a": [2]})
     assert {portion.rank for portion in found["a"]} == {2}
-    assert not divide_boxes({"a": Layout((0, 8))}, mesh)["a"]
+    assert not assign_writers({"a": Layout((0, 8))}, mesh)["a"]
     assert shape_of(found["a"][0].box) == (8, 8)
 
 
@@ -70,4 +70,4 @@ def test_holders_that_hold_nothing_are_an_error():
     mesh = MeshShape.parse("fsdp4")
     layout = Layout((8, 8), (Step("fsdp", 4, Chunk(0)),))
     with pytest.raises(LayoutError, match=r"no rank of \[2\] holds the elements \[0:2, 0:8\] of a"):
-        divide_boxes({"a": layout}, mesh, holders={"a": [2]})
+        assign_writers({"a": layout}, mesh, holders={"a": [2]})

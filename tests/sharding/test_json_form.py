@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from shardwise.errors import LayoutError
 from shardwise.sharding.json_form import from_json, to_json
 from shardwise.sharding.layout import Layout
-from shardwise.sharding.placement import Chunk, Held, Placement, Replicate
+from shardwise.sharding.placement import Chunk, OnCoords, Placement, Replicate
 from tests.sharding.strategies import layouts, shapes, splits
 
 pytestmark = pytest.mark.pure
 
 
 @settings(deadline=None)
-@given(splits() | st.sampled_from([Replicate(), Chunk(0), Chunk(2), Held((0, 3))]))
+@given(splits() | st.sampled_from([Replicate(), Chunk(0), Chunk(2), OnCoords((0, 3))]))
 def test_placements_read_back(placement):
     assert from_json(Placement, json.loads(json.dumps(to_json(placement)))) == placement
 

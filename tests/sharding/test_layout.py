@@ -6,7 +6,7 @@ from hypothesis import given
 
 from shardwise.errors import LayoutError
 from shardwise.sharding.layout import Layout, Piece, Step
-from shardwise.sharding.placement import Chunk, Held, Replicate, split_even, split_heads
+from shardwise.sharding.placement import Chunk, OnCoords, Replicate, split_even, split_heads
 from tests.sharding.strategies import EMPTY, all_coords, at, layouts, local_tensor, shapes, whole_tensor
 
 pytestmark = pytest.mark.pure
@@ -69,7 +69,7 @@ def test_replicas_own_nothing():
 
 
 def test_stages_hold_a_tied_parameter_or_nothing():
-    layout = Layout((4,), (Step("pp", 3, Held((0, 2))), Step("tp", 2, split_even(0, 4, parts=2))))
+    layout = Layout((4,), (Step("pp", 3, OnCoords((0, 2))), Step("tp", 2, split_even(0, 4, parts=2))))
     assert layout.local_shape({"pp": 2, "tp": 1}) == (2,)
     assert layout.pieces({"pp": 2, "tp": 1}) == layout.owned({"pp": 0, "tp": 1})
     assert layout.owned({"pp": 2, "tp": 1}) == layout.pieces({"pp": 1, "tp": 1}) == ()

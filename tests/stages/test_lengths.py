@@ -7,13 +7,13 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 from shardwise.stages.model import _extrapolate, _key
-from shardwise.stages.run import Travelling
+from shardwise.stages.run import StageTensor
 
 pytestmark = pytest.mark.single
 
 
 def cuts(*shapes, dtype=torch.float32):
-    return [(), tuple(Travelling(shape=shape, dtype=dtype, needs_gradient=False) for shape in shapes), ()]
+    return [(), tuple(StageTensor(shape=shape, dtype=dtype, needs_gradient=False) for shape in shapes), ()]
 
 
 def test_two_lengths_tell_the_others():

@@ -19,7 +19,7 @@ from rich.console import Console
 from bench.onecard.reads import ReadCount
 from shardwise.cli.logs import JsonlLog, Screen, TensorBoardLog
 from shardwise.errors import BatchError, GradientError
-from shardwise.optim.late import Late
+from shardwise.optim.host_copy import HostCopy
 from shardwise.train.loop import StepRecord, TrainingComponents, run_loop
 from shardwise.train.run_config import OptimizerConfig, ScheduleConfig, lr_factor
 from shardwise.train.step import StepResult
@@ -57,7 +57,7 @@ def settings(**options):
 
 
 def test_the_result_of_a_step_is_a_frozen_dataclass_whether_or_not_its_count_has_come():
-    for count in (5, Late(torch.tensor(5))):
+    for count in (5, HostCopy(torch.tensor(5))):
         result = StepResult(loss=1.0, num_tokens=count, flops=2.0)
         copies = [result, copy.deepcopy(result), pickle.loads(pickle.dumps(result))]
         assert [type(vars(each)["num_tokens"]) for each in copies[1:]] == [int, int]

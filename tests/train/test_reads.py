@@ -78,7 +78,7 @@ def test_between_two_lines_of_the_log_the_trainer_reads_nothing(kind):
         with ReadCount() as reads:
             run_loop(parts, num_steps=NUM_STEPS, settings=OptimizerConfig(), report_every=NUM_STEPS)
     expected = NUM_STEPS if kind == "no fused form" else 0
-    assert reads.total == expected and all("mind_nonfinite" in place for place in reads.places)
+    assert reads.total == expected and all("check_finite_before_step" in place for place in reads.places)
 
 
 def test_steps_that_overflow_leave_no_trace_but_half_the_scale():

@@ -26,7 +26,7 @@ from shardwise.optim.plain_step import stepping_class
 from shardwise.parallel.activation_memory import MemoryCount, PeakCount
 from shardwise.parallel.apply import apply_plan
 from shardwise.parallel.build import build_meta_model
-from shardwise.parallel.fake import AsOnDevices, fake_tensors, materialize_fake
+from shardwise.parallel.fake import FakeTensorCorrections, fake_tensors, materialize_fake
 from shardwise.parameters.registry import registry_of
 from shardwise.plan.options import ParallelSpec
 from shardwise.proof.counting import counted_layers
@@ -98,7 +98,7 @@ class Rehearsal:
         """
         with self._eager().open() as model:
             batch = _full_rows(model, num_rows, seq_length)
-            with told_values_are_missing(model):
+            with as_data_dependent_error(model):
                 return _run_step(model, batch)
 
     def run_stages(self, *, num_rows: int, seq_length: int) -> dict[int, RehearsedStage]:
@@ -114,7 +114,7 @@ class Rehearsal:
                 batch = _full_rows(model, num_rows, seq_length)
                 stages = registry_of(model).stages
                 assert stages is not None
-                with told_values_are_missing(model):
+                with as_data_dependent_error(model):
                     found |= {stage: _run_stage(model, stages, stage, batch) for stage in stages.own}
         return dict(sorted(found.items()))
 
@@ -160,7 +160,7 @@ class RehearsedStep:
 
 
 @contextmanager
-def told_values_are_missing(model: nn.Module) -> Iterator[None]:
+def as_data_dependent_error(model: nn.Module) -> Iterator[None]:
     """Raises `UnsupportedError` where a model cannot run without values: its own code fails then in any way."""
     try:
         yield
@@ -190,13 +190,13 @@ def _run_stage(model: nn.Module, stages: Stages, stage: int, batch: Mapping[str,
     root, group = registry.stage_roots.get(stage), registry.mesh.group("tp")
     over_tp = CommunicationCount(group=group)
     with over_tp if group is not None else nullcontext():
-        with MemoryCount(model) as count, AsOnDevices(), dropped_output(registry.context):
+        with MemoryCount(model) as count, FakeTensorCorrections(), dropped_output(registry.context):
             received = [torch.empty(x.shape, dtype=x.dtype, requires_grad=x.needs_gradient) for x in incoming]
             output = stages.run(stage, batch, received) if root is None else root(batch, received)
             output = (output.loss,) if hasattr(output, "loss") else output
             held = count.total().total
         if group is not None:
-            with AsOnDevices():
+            with FakeTensorCorrections():
                 started = [x for x in output if x.requires_grad]
                 torch.autograd.backward(started, [torch.ones_like(x) for x in started])
     del output
@@ -214,7 +214,7 @@ def _after_a_step(model: nn.Module) -> torch.optim.Optimizer:
     gradients_of(model).is_late = True  # nobody can read whether gradients are finite
     optimizer.step()
     optimizer.zero_grad()
-    gradients_of(model).late_fault = None
+    gradients_of(model).pending_fault = None
     return optimizer
 
 
@@ -225,11 +225,11 @@ def _run_step(model: nn.Module, batch: Mapping[str, Any]) -> RehearsedStep:
     optimizer = _after_a_step(model)
     peak = PeakCount(model)
     with over_all, over_tp if group is not None else nullcontext(), counted_layers(model, mesh) as layers, peak:
-        with MemoryCount(model) as count, AsOnDevices(), dropped_output(registry_of(model).context):
+        with MemoryCount(model) as count, FakeTensorCorrections(), dropped_output(registry_of(model).context):
             loss = model(**batch).loss
             activations = count.total()
-        with AsOnDevices():
-            with gradients_of(model).together():
+        with FakeTensorCorrections():
+            with gradients_of(model).no_sync():
                 loss.backward()
                 tp, total = over_tp.traffic(), over_all.traffic()
             after = over_all.traffic() - total

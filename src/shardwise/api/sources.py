@@ -18,7 +18,7 @@ from shardwise.api.checkpoints import fill_model, holds_all
 from shardwise.api.prepare import prepare
 from shardwise.checkpoint.background import join_saves
 from shardwise.checkpoint.load import open_on_all_ranks
-from shardwise.comm.agree import agree_on, run_in_turns
+from shardwise.comm.agree import agree_on, run_serially
 from shardwise.comm.operations import all_gather_objects
 from shardwise.errors import UnsupportedError
 from shardwise.lora.inject import inject, inject_alike
@@ -252,7 +252,7 @@ def fill_later(
                 inner.to(registry.mesh.device)  # what was real before
 
         num_turns = -(-most // at_a_time)
-        fill_model(model, stored, lambda: run_in_turns(work, group, turn=turn, num_turns=num_turns, doing="loading"))
+        fill_model(model, stored, lambda: run_serially(work, group, turn=turn, num_turns=num_turns, doing="loading"))
         list(find_parameters(model))  # FSDP2 made parameters anew, which are to know their entries
 
     yield fill

@@ -24,7 +24,7 @@ from shardwise.runtime.adapters import is_adapter
 from shardwise.runtime.same_batch import describe_steps
 from shardwise.sharding.boxes import Box, intersect, move, slices
 from shardwise.sharding.layout import Layout
-from shardwise.sharding.placement import Held, Replicate
+from shardwise.sharding.placement import OnCoords, Replicate
 from shardwise.weights.tensor_file import DTYPES
 
 __all__ = [
@@ -113,7 +113,7 @@ def _named_outside(model: nn.Module, root: nn.Module) -> dict[str, Tensor]:
 
 def is_unsharded(layout: Layout) -> bool:
     """Whether every rank that holds any of a tensor holds all of it."""
-    return all(isinstance(step.placement, Replicate | Held) or step.size == 1 for step in layout.steps)
+    return all(isinstance(step.placement, Replicate | OnCoords) or step.size == 1 for step in layout.steps)
 
 
 def slices_of(

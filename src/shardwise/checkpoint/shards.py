@@ -24,7 +24,7 @@ from shardwise.errors import LoadError, ShardwiseError
 from shardwise.parameters.canonical import computed_buffer, state_names
 from shardwise.parameters.registry import find_parameters, local_part, named_entries, registry_of
 from shardwise.sharding.boxes import slices
-from shardwise.sharding.division import Portion, divide_boxes
+from shardwise.sharding.division import WriteItem, assign_writers
 from shardwise.weights.conversion import ExportGroup
 from shardwise.weights.tensor_file import as_bytes
 from shardwise.weights.write import PlannedShards
@@ -70,7 +70,7 @@ class Export:
         self._held = {entry.fqn: value for _, value, entry in find_parameters(model) if entry is not None}
         written = set(base.names.values())
         self._layouts = {entry.fqn: entry.layout for name, entry in self._entries.items() if name in written}
-        self._portions = divide_boxes(self._layouts, self._mesh.shape)
+        self._write_items = assign_writers(self._layouts, self._mesh.shape)
         self._rank = self._mesh.position
         self._thread = ThreadPoolExecutor(1, "shardwise-export")
         self._writing: Future[None] | None = None
@@ -143,7 +143,7 @@ class Export:
     def _put_together(self, fqn: str, meta: Tensor, target: int) -> Tensor:
         is_target, group = target == self._rank, self._mesh.group()
         full = torch.empty(meta.shape if is_target else 0, dtype=meta.dtype)
-        for portion in self._portions[fqn]:
+        for portion in self._write_items[fqn]:
             place = slices(portion.box)
             if portion.rank == self._rank:
                 part = self._part(fqn, portion)
@@ -155,7 +155,7 @@ class Export:
                 self._receive(full[place], portion.rank, group)
         return full
 
-    def _part(self, fqn: str, portion: Portion) -> Tensor:
+    def _part(self, fqn: str, portion: WriteItem) -> Tensor:
         ((_, place),) = slices_of(self._layouts[fqn], self._mesh.coords, [portion.box])
         return local_part(self._held[fqn].detach())[place]
 

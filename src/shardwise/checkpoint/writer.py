@@ -36,17 +36,17 @@ from shardwise.checkpoint.collect import (
 )
 from shardwise.checkpoint.manifest import INDEX, FileFacts, Manifest, part_name, write_index, write_manifest
 from shardwise.checkpoint.store import LATEST, check_place, clean, list_checkpoints, lock, prune
-from shardwise.comm.agree import agree_on, raise_on_all_ranks, sum_of
+from shardwise.comm.agree import agree_on, all_reduce_int, raise_on_all_ranks
 from shardwise.comm.operations import Group, all_gather_objects, broadcast_object, gather_objects
 from shardwise.errors import ConfigError, LoadError, ShardwiseError
 from shardwise.mesh import Mesh
 from shardwise.parameters.at_rest import reshard
 from shardwise.parameters.registry import Registry, local_part, registry_of
-from shardwise.parameters.replicas import balance_of, check_replicas
+from shardwise.parameters.replicas import check_replicas, replica_mismatch_word
 from shardwise.parameters.source import unchanged_names
 from shardwise.runtime.adapters import has_adapters
 from shardwise.sharding.boxes import Box, full_box
-from shardwise.sharding.division import Division, divide_boxes
+from shardwise.sharding.division import Division, assign_writers
 from shardwise.sharding.layout import Layout
 from shardwise.versions import __version__
 from shardwise.weights.staging import StagedDirectory, atomic_file
@@ -123,7 +123,7 @@ def prepare_save(
         fix="pass the same on every rank; what belongs to a rank alone is not kept",
         error=ConfigError,
     )
-    if sum_of(balance_of(inputs.copies()), mesh.group(), mesh.device):
+    if all_reduce_int(replica_mismatch_word(inputs.copies()), mesh.group(), mesh.device):
         check_replicas(model, inputs.copies())
     left_out = _names_left_out(model, registry, inputs)
     division = _assign_writers(registry, inputs.shards, left_out)
@@ -178,7 +178,7 @@ def _assign_writers(registry: Registry, shards: Mapping[str, LocalShard], left_o
         if not isinstance(shard.value, nn.Parameter):  # of a buffer the first rank's: others may have counted more
             stage = pipeline.coord_computing(name) if pipeline is not None else 0  # the one whose forward counts
             holders[name] = [next(rank for rank in range(shape.world_size) if shape.coords(rank)["pp"] == stage)]
-    return divide_boxes(layouts, shape, holders=holders)
+    return assign_writers(layouts, shape, holders=holders)
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from shardwise.cli.config_file import Problems
 from shardwise.cli.launch import local_rank
 from shardwise.cli.sources import open_records, open_source
 from shardwise.cli.tokenizer import build_encoder
-from shardwise.comm.agree import agree_on, once_per_machine
+from shardwise.comm.agree import agree_on, run_on_local_rank_0
 from shardwise.comm.operations import Group
 from shardwise.data.config import DataConfig, held_out, rows_of
 from shardwise.data.documents import Document, documents_path, read_documents, text_documents, write_documents
 from shardwise.data.examples import build_example_encoder, encode_examples
-from shardwise.data.rows import Apart, DocumentRows, Rows, StreamRows
+from shardwise.data.rows import DocumentMasking, DocumentRows, Rows, StreamRows
 from shardwise.errors import LoadError
 from shardwise.train.run_config import Problem, TrainConfig
 
@@ -40,7 +40,7 @@ def prepare_rows(
     console: Console,
     *,
     group: Group | None,
-    apart: Apart,
+    apart: DocumentMasking,
     dtype: torch.dtype,
 ) -> Rows:
     """The rows of `data`, tokenized by one rank of each machine unless an earlier run has done so.
@@ -55,7 +55,7 @@ def prepare_rows(
         BatchError: there is not one row.
         RankError: machines see different text.
 
-    Communicates: as `once_per_machine` and `agree_on`.
+    Communicates: as `run_on_local_rank_0` and `agree_on`.
     """
     directory = Path(config.data.cache_dir or Path(config.log.dir) / "tokens")
     paths: list[Path] = []
@@ -93,7 +93,7 @@ def prepare_rows(
             )
         return rows, {f"the {key} of the rows": str(value) for key, value in rows.identity().items()}
 
-    once_per_machine(tokenize, local_rank=local_rank())
+    run_on_local_rank_0(tokenize, local_rank=local_rank())
     return agree_on(
         group,
         read,

@@ -19,14 +19,14 @@ from shardwise.cli.data import check_records
 from shardwise.cli.inputs import check_place, compilation_of, find_optimizer
 from shardwise.cli.tokenizer import build_encoder, load_tokenizer
 from shardwise.data.config import DataConfig, held_out, rows_of
-from shardwise.data.rows import Apart
+from shardwise.data.rows import DocumentMasking
 from shardwise.errors import ConfigError, ShardwiseError, UnsupportedError, did_you_mean, one_line
 from shardwise.loss.label_use import check_label_use
 from shardwise.mesh import Mesh
 from shardwise.optim.optimizer import build_optimizer
 from shardwise.parallel.build import model_class_of, num_positions, read_config
 from shardwise.plan.options import ParallelSpec, Precision
-from shardwise.probe.documents import find_apart
+from shardwise.probe.documents import probe_document_masking
 from shardwise.topology.shape import MeshShape
 from shardwise.train.run_config import OptimizerConfig, Problem, TrainConfig
 
@@ -73,12 +73,12 @@ def build_model(
     return model
 
 
-def find_run_apart(data: DataConfig, model_config: Any) -> Apart:
+def find_run_apart(data: DataConfig, model_config: Any) -> DocumentMasking:
     """How documents in a row are kept from seeing each other; raises `UnsupportedError` if the model cannot do it."""
     kind = rows_of(data)
     if kind == "stream":
         return "padded without mask"  # a document sees those before it
-    return find_apart(model_config, transformers.AutoModelForCausalLM, packed=kind == "packed")
+    return probe_document_masking(model_config, transformers.AutoModelForCausalLM, packed=kind == "packed")
 
 
 def spec_of(config: TrainConfig, device: torch.device | None = None) -> ParallelSpec:

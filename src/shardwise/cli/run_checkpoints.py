@@ -28,7 +28,7 @@ from shardwise.checkpoint.store import clean, find_tags, lock
 from shardwise.checkpoint.writer import as_load_error
 from shardwise.comm.agree import gather_from_all, raise_on_all_ranks
 from shardwise.comm.operations import all_reduce_, host_device
-from shardwise.data.ahead import BatchesAhead
+from shardwise.data.ahead import PrefetchLoader
 from shardwise.data.packing import PackedBatches
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
@@ -76,7 +76,7 @@ class RunCheckpoints:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        batches: BatchesAhead,
+        batches: PrefetchLoader,
         run: Mapping[str, Any],
     ) -> None:
         self._config, self._mesh = config, registry_of(model).mesh

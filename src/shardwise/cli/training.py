@@ -26,10 +26,10 @@ from shardwise.cli.run_checkpoints import RunCheckpoints, describe_run, find_sav
 from shardwise.cli.timelines import with_timeline
 from shardwise.cli.tokenizer import load_tokenizer
 from shardwise.comm.agree import gather_from_all, raise_on_all_ranks
-from shardwise.data.ahead import BatchesAhead
+from shardwise.data.ahead import PrefetchLoader
 from shardwise.data.config import DataConfig, held_out
 from shardwise.data.packing import PackedBatches
-from shardwise.data.rows import Apart, Rows
+from shardwise.data.rows import DocumentMasking, Rows
 from shardwise.errors import LoadError, ShardwiseError, counted
 from shardwise.mesh import Mesh
 from shardwise.optim.clip import clip_grad_norm_
@@ -69,7 +69,7 @@ def train(config: TrainConfig) -> StepRecord | None:
         torch.manual_seed(config.seed + mesh.data_rank)  # of dropout: ranks with the same rows draw the same
         optimizer = make_optimizer(config.optimizer, model)
         num_done = 0 if saved is None else saved.resume(model, optimizer, batches)
-        ahead = BatchesAhead(batches, mesh.device)
+        ahead = PrefetchLoader(batches, mesh.device)
         parts = run.build_components(model, optimizer, ahead, num_done=num_done)
         with raise_on_all_ranks(mesh.group(), "opening the logs"):
             if config.export is not None and mesh.rank == 0:
@@ -134,7 +134,7 @@ class _Run:
         Communicates: how documents in a row are separated, from rank 0 to all; what `prepare_rows` does.
         """
 
-        def find() -> Apart | None:
+        def find() -> DocumentMasking | None:
             return find_run_apart(data, self.model_config) if self.mesh.rank == 0 else None
 
         group, precision = self.mesh.group(), self.spec.precision
@@ -144,7 +144,7 @@ class _Run:
         return prepare_rows(self.config, data, self.tokenizer, self.console, group=group, apart=apart, dtype=dtype)
 
     def build_components(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: BatchesAhead, *, num_done: int
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: PrefetchLoader, *, num_done: int
     ) -> TrainingComponents:
         """The arguments of the training loop."""
         config, mesh, evaluate = self.config, self.mesh, None
@@ -214,7 +214,7 @@ class _Run:
             lines.insert(2, f"adapter {num_trained:,} parameters are trained, in {counted(len(trained), 'tensor')}")
         self.console.print("\n".join(lines))
 
-    def finish(self, model: torch.nn.Module, batches: BatchesAhead) -> None:
+    def finish(self, model: torch.nn.Module, batches: PrefetchLoader) -> None:
         """Exports the model, and writes the data state."""
         config = self.config
         try:

@@ -27,13 +27,13 @@ __all__ = [
     "Agreement",
     "agree",
     "agree_on",
+    "all_reduce_int",
     "check_calls",
     "gather_from_all",
     "meet",
-    "once_per_machine",
     "raise_on_all_ranks",
-    "run_in_turns",
-    "sum_of",
+    "run_on_local_rank_0",
+    "run_serially",
 ]
 
 _Result = TypeVar("_Result")
@@ -90,7 +90,7 @@ def gather_from_all(group: Group | None, doing: str, make: Callable[[], _Result]
     return [each for each in everyone if not isinstance(each, Failure)]
 
 
-def run_in_turns(
+def run_serially(
     work: Callable[[], _Result], group: Group | None, *, turn: int, num_turns: int, doing: str
 ) -> _Result | None:
     """Runs `work` on the ranks of turn 0, then on those of turn 1, and so on: not all at the same time. It must not
@@ -112,7 +112,7 @@ def run_in_turns(
     return result
 
 
-def once_per_machine(work: Callable[[], None], *, local_rank: int) -> None:
+def run_on_local_rank_0(work: Callable[[], None], *, local_rank: int) -> None:
     """Runs `work` on the ranks whose `local_rank` is 0; returns on every rank when all of them are done.
 
     Raises:
@@ -346,7 +346,7 @@ def meet(
         )
 
 
-def sum_of(number: int, group: Group | None, device: torch.device) -> int:
+def all_reduce_int(number: int, group: Group | None, device: torch.device) -> int:
     """The sum of every rank's number.
 
     Communicates: over the group, one all-reduce of one integer.

@@ -121,7 +121,7 @@ class BatchRunner:
             return Microbatch(part | made_up, loss_of)
 
         microbatches = [microbatch(*each) for each in zip(placed, weights, strict=True)]
-        with gradients.together():
+        with gradients.no_sync():
             pipeline.run(microbatches, schedule)
         all_reduce_(total, pipeline.group)
         return total

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from shardwise.data.packing import PackedBatches
 
-__all__ = ["BatchesAhead", "SentBatch", "send"]
+__all__ = ["DeviceBatch", "PrefetchLoader", "send"]
 
 
-class SentBatch(dict[str, Any]):
+class DeviceBatch(dict[str, Any]):
     """A batch as the host has it, where its targets are counted.
 
     Args:
@@ -37,7 +37,7 @@ class SentBatch(dict[str, Any]):
         return self._sent
 
 
-class BatchesAhead:
+class PrefetchLoader:
     """A stream of batches for a device that computes by itself; on CPUs the stream as it is.
 
     Between steps `fetch` reads the next batch, and has it copied out of pinned memory beside what the device computes.
@@ -47,10 +47,10 @@ class BatchesAhead:
     def __init__(self, batches: PackedBatches, device: torch.device) -> None:
         self._batches, self._device = batches, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._next: SentBatch | Exception | None = None
+        self._next: DeviceBatch | Exception | None = None
         self._state: dict[str, int] = {}
 
-    def __iter__(self) -> BatchesAhead:
+    def __iter__(self) -> PrefetchLoader:
         return self
 
     def __next__(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class BatchesAhead:
             self._batches.load_state_dict(state)
             raise
         else:
-            self._next, self._state = SentBatch(batch, sent, arrived), state
+            self._next, self._state = DeviceBatch(batch, sent, arrived), state
 
     def state_dict(self) -> dict[str, int]:
         """Where the stream stands, without what has only been fetched."""

@@ -24,9 +24,9 @@ from shardwise.data.batch import IGNORED
 from shardwise.data.documents import Documents
 from shardwise.errors import BatchError
 
-__all__ = ["Apart", "DocumentRows", "PackedRows", "Rows", "StreamRows", "pack_documents", "segment_inputs"]
+__all__ = ["DocumentMasking", "DocumentRows", "PackedRows", "Rows", "StreamRows", "pack_documents", "segment_inputs"]
 
-Apart = Literal["padded", "padded without mask", "positions", "mask"]
+DocumentMasking = Literal["padded", "padded without mask", "positions", "mask"]
 """What keeps documents apart: a row each (with a mask of the padding, where the model takes one), or in packed rows
 positions that restart, alone or with a mask of four dims."""
 
@@ -110,7 +110,7 @@ class DocumentRows(_Rows):
         *,
         seq_length: int,
         too_long: Literal["truncate", "drop"] = "truncate",
-        apart: Apart = "padded",
+        apart: DocumentMasking = "padded",
         padding: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -241,7 +241,7 @@ def pack_documents(lengths: NDArray[np.integer[Any]], seq_length: int) -> Packed
 
 
 def segment_inputs(
-    lengths: Sequence[Sequence[int]], width: int, *, apart: Apart, dtype: torch.dtype = torch.float32
+    lengths: Sequence[Sequence[int]], width: int, *, apart: DocumentMasking, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
     """The inputs that keep documents of these `lengths`, in each row one after the other, apart."""
     if apart == "padded without mask":

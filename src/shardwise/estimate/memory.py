@@ -111,7 +111,7 @@ def describe_stages(
     kept_frozen = [planned.layout for name, planned in plan.parameters.items() if name in frozen]
     held = schedule.most_held(activations or {})
     for coord, count in enumerate(schedule.in_flight):
-        stages = plan.pipeline.stages_of(coord)
+        stages = plan.pipeline.stages_on(coord)
         coords = plan.shape.coords(0) | {"pp": coord}
         kept = state_bytes(trained, coords, itemsize=itemsize, frozen=kept_frozen).total
         size = sum(math.prod(each.shape) for each in plan.parameters.values() if coord in each.stages)

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader, IterableDataset
 
-from shardwise.comm.agree import sum_of
+from shardwise.comm.agree import all_reduce_int
 from shardwise.comm.operations import all_gather_objects
 from shardwise.errors import BatchError, counted
 from shardwise.mesh import Mesh
@@ -72,7 +72,7 @@ class _EndsTogether:
         batches = super().__iter__()  # type: ignore[misc]
         while True:
             batch = next(batches, none)
-            num_ranks = sum_of(int(batch is not none), mesh.group(), mesh.device)
+            num_ranks = all_reduce_int(int(batch is not none), mesh.group(), mesh.device)
             if num_ranks < mesh.shape.world_size:
                 if num_ranks:
                     self._say_uneven(number)

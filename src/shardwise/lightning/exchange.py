@@ -8,7 +8,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
-from shardwise.comm.agree import sum_of
+from shardwise.comm.agree import all_reduce_int
 from shardwise.comm.collectives import gather_to_region
 from shardwise.comm.operations import broadcast_object
 from shardwise.mesh import Mesh
@@ -67,5 +67,5 @@ class Exchanges(ParallelStrategy):
         """Whether it is true on all ranks, or on any."""
         if self._mesh is None:
             return bool(decision)
-        count = sum_of(int(decision), self._mesh.group(), self._mesh.device)
+        count = all_reduce_int(int(decision), self._mesh.group(), self._mesh.device)
         return count == self._mesh.shape.world_size if all else count > 0

@@ -257,12 +257,12 @@ class ShardwiseStrategy(SavesParts, Exchanges):
         if gradients.registry.stages is not None:
             yield  # a forward through a pipeline has summed already
             return
-        gradients.is_put_off = True
+        gradients.is_deferred = True
         time_reduction(gradients.registry, is_last=False)
         try:
             yield
         finally:
-            gradients.is_put_off = False
+            gradients.is_deferred = False
             time_reduction(gradients.registry, is_last=True)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:

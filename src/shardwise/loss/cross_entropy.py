@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.comm.agree import sum_of
+from shardwise.comm.agree import all_reduce_int
 from shardwise.comm.operations import all_gather_single
 from shardwise.runtime.axis import Axis
 from shardwise.runtime.checks import check_index
@@ -113,7 +113,7 @@ def cross_entropy_of_parts(logits: Tensor, target: Tensor, *, axis: Axis, option
 
     Communicates: over tp, one all-reduce of one integer, and as `split_cross_entropy`.
     """
-    number = sum_of(logits.shape[-1], axis.group, logits.device)
+    number = all_reduce_int(logits.shape[-1], axis.group, logits.device)
     return split_cross_entropy(logits, target, axis=axis, num_classes=number, options=options)
 
 

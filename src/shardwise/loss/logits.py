@@ -119,12 +119,12 @@ class SplitLogits(DTensor):
                 look.context.tp.group,
                 look.name,
                 timeout=look.context.timeout,
-                after=look.context.last_look,
+                after=look.context.last_gathered,
                 who="tp",
                 looks_at="the logits of a forward",
                 why="each has a part of them",
             )
-            look.context.last_look = look.name
+            look.context.last_gathered = look.name
         return self.gather_parts()
 
     def gather_parts(self) -> Tensor:

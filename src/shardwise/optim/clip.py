@@ -80,7 +80,7 @@ def _gradients(
     if isinstance(parameters, nn.Module):
         registry = registry_of(parameters)
         reshard(parameters)
-        gradients_of(parameters).complete_partial()
+        gradients_of(parameters).sync_if_partial()
         pairs = [(parameter, entry or entry_of(parameter)) for _, parameter, entry in find_parameters(parameters)]
     else:
         tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)

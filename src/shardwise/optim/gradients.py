@@ -10,7 +10,7 @@ optimizers included, needs no call of ours. Before a complete gradient is added 
 ranks that summed it, so that the next sum restores it.
 
 In a pipeline a backward returns on one rank while others have not begun theirs, and each rank runs many. There the
-phase comes at the end of `together`, which every rank enters, whatever its stages did in between; a weight that several
+phase comes at the end of `no_sync`, which every rank enters, whatever its stages did in between; a weight that several
 stages hold is summed over them last.
 """
 
@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from shardwise.comm.operations import all_reduce_, host_device
 from shardwise.errors import LayoutError, UnsupportedError
-from shardwise.optim.late import Late
+from shardwise.optim.host_copy import HostCopy
 from shardwise.optim.summing import complete_gradients, scale_back_to_partial, time_reduction
 from shardwise.parameters.added import adopt_parameters, note_inputs
 from shardwise.parameters.at_rest import forget_unreduced
@@ -92,11 +92,11 @@ class Gradients:
         loss: of the last step that added to them, the same on all ranks; None where no `TrainStep` did.
         is_late: whether steps go on before the host knows whether gradients are finite (not on CPUs, which know).
         fault: float32 scalar, 1 from the first step on that was to be an error; None where none has been looked at.
-        late_fault: the same on its way to the host.
+        pending_fault: the same on its way to the host.
         loss_scale: of float16; None otherwise.
         is_partial: whether gradients must be summed over ranks before they are used.
-        is_put_off: whether sums wait for a later backward.
-        is_in_step: whether gradients are made inside of `together`.
+        is_deferred: whether sums wait for a later backward.
+        is_in_step: whether gradients are made inside of `no_sync`.
         share: what the next forward through a pipeline, which makes gradients at once, multiplies its loss by.
     """
 
@@ -108,12 +108,12 @@ class Gradients:
         self.loss: Tensor | None = None
         self.is_late = registry.mesh.device.type != "cpu"
         self.fault: Tensor | None = None
-        self.late_fault: Late | None = None
+        self.pending_fault: HostCopy | None = None
         precision = registry.precision
         is_scaled = precision is not None and precision.compute == "float16"
         self.loss_scale = LossScale(registry.mesh.device) if is_scaled else None
         self._has_noted = False
-        self.is_partial = self.is_put_off = self.is_in_step = False
+        self.is_partial = self.is_deferred = self.is_in_step = False
         self.share = 1.0
         self._at_rest: dict[int, nn.Parameter] = {}
         self._task = -1
@@ -139,12 +139,12 @@ class Gradients:
         self._find_summed()
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         """Inside, gradients of several backwards wait for one sum, at the end. In a pipeline every rank must enter.
 
         Communicates: what `complete` does.
         """
-        self.is_put_off = self.is_in_step = True
+        self.is_deferred = self.is_in_step = True
         if self._is_pipeline:
             if self.registry.casting is not None:
                 self.registry.casting.shared = {}
@@ -157,7 +157,7 @@ class Gradients:
             time_reduction(self.registry, is_last=True)
             raise
         finally:
-            self.is_put_off = self.is_in_step = False
+            self.is_deferred = self.is_in_step = False
             if self.registry.casting is not None:
                 self.registry.casting.shared = None
         self.complete()
@@ -175,14 +175,14 @@ class Gradients:
             and of which parameters ranks have used (see [Note: parameters that no rank used]); over each group of
             stages that hold the same, one; over tp and pp, one of a number for each rank of pp.
         """
-        self.complete_partial()
+        self.sync_if_partial()
         shape = self.registry.mesh.shape
         if self.registry.needs_sums or shape.world_size > shape.size("ddp"):
             for _, parameter, entry in find_parameters(self.model):
                 if parameter.grad is not None and entry is not None and entry_of(parameter.grad) is not entry:
                     parameter.grad = as_local_gradient(parameter.grad, entry)
 
-    def complete_partial(self) -> None:
+    def sync_if_partial(self) -> None:
         """Sums like `complete`, and leaves `p.grad` plain: for a caller that reads values alone."""
         if not self.is_partial:
             return
@@ -225,7 +225,7 @@ class Gradients:
     def _begin(self, gradient: Tensor) -> None:
         """Runs when a backward reaches the model, as often as it likes."""
         task = torch._C._current_graph_task_id()
-        if task == self._task or (self.is_put_off and self.is_partial):
+        if task == self._task or (self.is_deferred and self.is_partial):
             return
         self._task = task
         if torch.is_grad_enabled() and self.registry.mesh.shape.world_size > 1:
@@ -235,7 +235,7 @@ class Gradients:
                 fix="leave it out: second derivatives are the unsplit model's",
             )
         self._make_partial()
-        if not self.is_put_off:
+        if not self.is_deferred:
             # Twice: what FSDP2 does at the end of backward must come first.
             Variable._execution_engine.queue_callback(lambda: Variable._execution_engine.queue_callback(self.complete))
 

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from shardwise.errors import GradientError
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.gradients import Gradients, gradients_of
-from shardwise.optim.late import Late
-from shardwise.optim.plain_step import leave_out, takes_left_out
+from shardwise.optim.host_copy import HostCopy
+from shardwise.optim.plain_step import can_skip_on_device, skip_step_on_device
 from shardwise.parameters.registry import local_part
 
-__all__ = ["check_steps", "mind_nonfinite"]
+__all__ = ["check_finite_before_step", "check_steps"]
 
 
-def mind_nonfinite(model: nn.Module, gradients: Gradients, optimizer: torch.optim.Optimizer) -> None:
+def check_finite_before_step(model: nn.Module, gradients: Gradients, optimizer: torch.optim.Optimizer) -> None:
     """Before a step of `optimizer`: raises, drops the gradients, or has the device leave the step out, where some
     gradient is infinite or NaN on any rank; see `Precision`.
 
@@ -49,11 +49,11 @@ def mind_nonfinite(model: nn.Module, gradients: Gradients, optimizer: torch.opti
         if scale is not None:
             scale.update(gradients.is_bad)
     is_bad = gradients.is_bad
-    if gradients.is_late and takes_left_out(optimizer, is_bad.device):
+    if gradients.is_late and can_skip_on_device(optimizer, is_bad.device):
         if raises:
             is_bad = gradients.fault = is_bad if gradients.fault is None else torch.maximum(gradients.fault, is_bad)
-            gradients.late_fault = Late(is_bad)
-        leave_out(optimizer, is_bad)
+            gradients.pending_fault = HostCopy(is_bad)
+        skip_step_on_device(optimizer, is_bad)
         return
     if not bool(is_bad):
         return
@@ -76,7 +76,7 @@ def check_steps(model: nn.Module) -> Gradients:
         GradientError: as said, on all ranks alike; told once.
     """
     gradients = gradients_of(model)
-    late, gradients.late_fault = gradients.late_fault, None
+    late, gradients.pending_fault = gradients.pending_fault, None
     if late is None or not late.read():
         return gradients
     gradients.fault = None

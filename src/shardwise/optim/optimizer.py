@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.optim.elementwise import assume_elementwise, check_optimizer
 from shardwise.optim.gradients import gradients_of
-from shardwise.optim.nonfinite import mind_nonfinite
+from shardwise.optim.nonfinite import check_finite_before_step
 from shardwise.optim.plain_step import inner_of, stepping_class, with_fused
 from shardwise.parameters.at_rest import reshard
 from shardwise.parameters.registry import canonical_entries, entry_of, registry_of
@@ -180,7 +180,7 @@ def _refuse_state(optimizer: torch.optim.Optimizer) -> NoReturn:
 def _finish(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
     for model in models if _WITHIN not in optimizer.__dict__ else ():
         gradients = gradients_of(model)
-        mind_nonfinite(model, gradients, optimizer)
+        check_finite_before_step(model, gradients, optimizer)
         gradients.registry.context.steps.add(_describe(optimizer))
 
 

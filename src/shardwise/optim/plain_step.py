@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.parameters.registry import LocalGradient, entry_of, local_part
 
-__all__ = ["class_of", "inner_of", "leave_out", "stepping_class", "takes_left_out", "with_fused"]
+__all__ = ["can_skip_on_device", "class_of", "inner_of", "skip_step_on_device", "stepping_class", "with_fused"]
 
 _HOW = ("foreach", "fused", "capturable", "differentiable")
 
@@ -67,7 +67,7 @@ def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
-def takes_left_out(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+def can_skip_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
     """Whether a step of the optimizer is skipped where a scalar on `device` says so: the same on all ranks, also on
     those to which ZeRO gives no parameters.
     """
@@ -81,7 +81,7 @@ def takes_left_out(optimizer: torch.optim.Optimizer, device: torch.device) -> bo
     )
 
 
-def leave_out(optimizer: Any, is_left_out: Tensor) -> None:
+def skip_step_on_device(optimizer: Any, is_left_out: Tensor) -> None:
     """Has the optimizer's next step change nothing where the float32 scalar `is_left_out` is 1."""
     optimizer = inner_of(optimizer)
     known = optimizer.__dict__.get("found_inf")  # of another model of its

@@ -21,7 +21,7 @@ from shardwise.parallel.fsdp import apply_data_parallelism, check_data_paralleli
 from shardwise.parallel.precision import apply_precision
 from shardwise.parallel.recompute import apply_recomputation, find_recomputed
 from shardwise.parallel.sequence_parallel import apply_sequence_parallelism
-from shardwise.parallel.stages import apply_stages, fit_absent
+from shardwise.parallel.stages import apply_stages, finish_placeholders
 from shardwise.parallel.state_dict_guard import guard_state_dict
 from shardwise.parallel.tensor_parallel import apply_tensor_parallelism, check_tensor_parallelism, split_parameters
 from shardwise.parameters.registry import Registry, attach_registry, entries_of, is_split, note_parameters
@@ -193,7 +193,7 @@ EDITS = (
         check=lambda job: check_data_parallelism(job.model, job.spec.fsdp, job.registry.mesh),
         apply=lambda job: apply_data_parallelism(job.model, job.registry, job.spec.fsdp),
     ),
-    Edit(name="absent", apply=lambda job: fit_absent(job.registry, compute_dtype=job.compute_dtype)),
+    Edit(name="absent", apply=lambda job: finish_placeholders(job.registry, compute_dtype=job.compute_dtype)),
 )
 """Every step from a model to a split one, in the order in which they are done."""
 

@@ -13,7 +13,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["AsOnDevices", "fake_tensors", "materialize_fake"]
+__all__ = ["FakeTensorCorrections", "fake_tensors", "materialize_fake"]
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def fake_tensors() -> Iterator[None]:
         log.disabled = was_disabled
 
 
-class AsOnDevices(TorchDispatchMode):
+class FakeTensorCorrections(TorchDispatchMode):
     """Corrects two descriptions of torch's: products of experts exist in every dtype, not in bfloat16 alone, and
     waiting for a collective's result makes no other tensor of it.
     """

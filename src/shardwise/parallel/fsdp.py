@@ -25,7 +25,7 @@ from shardwise.plan.structure import nearest, outermost, outermost_layers, paren
 from shardwise.runtime.fsdp_internals import (
     carry_over_changes,
     free_after_evaluation,
-    keep_absent,
+    keep_unused_gradients_none,
     reset_interrupted,
     run_as_root,
     units_of,
@@ -223,7 +223,7 @@ def _tune(root: nn.Module, units: Units, registry: Registry) -> None:
             registry.uses.watch(modules[0])  # type: ignore[arg-type]  # sharded above
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            keep_absent(module)
+            keep_unused_gradients_none(module)
             if policy.gradient_divide_factor is not None:
                 module.set_gradient_divide_factor(policy.gradient_divide_factor)
                 module.set_force_sum_reduction_for_comms(registry.mesh.device.type != "cuda")  # gloo only sums

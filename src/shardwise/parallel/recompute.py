@@ -45,7 +45,7 @@ _ATTENTIONS = frozenset(
 )
 
 
-class _Resuming:
+class _StatefulCheckpoint:
     """A checkpoint whose second run is given the state of the forward that it belongs to: others may have run since."""
 
     def __init__(self, run: Callable[..., Any], registry: Registry, *, is_region: bool = False) -> None:
@@ -71,7 +71,7 @@ class _Resuming:
 class Recomputed:
     """Mixin: keeps the inputs of its forward and computes it again in backward."""
 
-    _checkpoint: _Resuming
+    _checkpoint: _StatefulCheckpoint
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward, checkpointed where a gradient is wanted."""
@@ -88,20 +88,20 @@ def apply_recomputation(model: nn.Module, registry: Registry, recompute: Recompu
     for module in model.modules() if registry.context.tp.size > 1 or registry.casting is not None else ():
         own = vars(module)
         if "_gradient_checkpointing_func" in own:
-            own["_gradient_checkpointing_func"] = _Resuming(own["_gradient_checkpointing_func"], registry)
+            own["_gradient_checkpointing_func"] = _StatefulCheckpoint(own["_gradient_checkpointing_func"], registry)
         if isinstance(module, PreTrainedModel):
             own["_set_gradient_checkpointing"] = functools.partial(_enable_resuming, module, registry)
     run = _RUNS.get(recompute.mode, functools.partial(checkpoint, use_reentrant=False))
     regions = {id(model.get_submodule(region.fqn)) for region in registry.plan.regions}
     for module in map(model.get_submodule, names):
-        apply_mixin(module, Recomputed, _checkpoint=_Resuming(run, registry, is_region=id(module) in regions))
+        apply_mixin(module, Recomputed, _checkpoint=_StatefulCheckpoint(run, registry, is_region=id(module) in regions))
 
 
 def _enable_resuming(
     model: PreTrainedModel, registry: Registry, *, gradient_checkpointing_func: Any = checkpoint, **options: Any
 ) -> None:
     """`PreTrainedModel._set_gradient_checkpointing`, with a function that resumes."""
-    function = _Resuming(gradient_checkpointing_func, registry)
+    function = _StatefulCheckpoint(gradient_checkpointing_func, registry)
     type(model)._set_gradient_checkpointing(model, gradient_checkpointing_func=function, **options)
 
 

@@ -17,20 +17,20 @@ from shardwise.plan.structure import nearest, upwards
 from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.local_inputs import own_slice
 from shardwise.stages.absent import Absent
-from shardwise.stages.model import Around, Emptied, Staged, Stages, Watched
+from shardwise.stages.model import LayerContainer, MayHaveNoParameters, StageAwareCall, StagedModel, Stages
 from shardwise.stages.run import Module
 
-__all__ = ["apply_stages", "fit_absent", "keep_stages"]
+__all__ = ["apply_stages", "build_local_stages", "finish_placeholders"]
 
 
 def apply_stages(model: nn.Module, registry: Registry) -> None:
-    """Makes `model` the stages of this rank, if `registry.plan.pipeline` cuts it into any: see `keep_stages`."""
+    """Makes `model` the stages of this rank, if `registry.plan.pipeline` cuts it into any: see `build_local_stages`."""
     plan = registry.plan.pipeline
     if plan is not None:
-        registry.stages = keep_stages(model, plan, own=plan.stages_of(registry.mesh.coord("pp")))
+        registry.stages = build_local_stages(model, plan, own=plan.stages_on(registry.mesh.coord("pp")))
 
 
-def fit_absent(registry: Registry, compute_dtype: torch.dtype | None) -> None:
+def finish_placeholders(registry: Registry, compute_dtype: torch.dtype | None) -> None:
     """Gives absent parameters what the present ones have where they are used: the mesh's device, the dtype of the
     computation, and of those inside of layers the shape of this tp rank's part, but where a module is given and returns
     full features. Communicates nothing.
@@ -88,7 +88,7 @@ def _note_split_segments(stages: Stages, registry: Registry) -> None:
         is_open = None if layer in gathers else splits.get(layer, is_open)
 
 
-def keep_stages(model: nn.Module, plan: PipelinePlan, *, own: Collection[int]) -> Stages:
+def build_local_stages(model: nn.Module, plan: PipelinePlan, *, own: Collection[int]) -> Stages:
     """Makes `model` the stages `own`, in place; names stay. Foreign parameters go: they use no memory, and
     `named_parameters()` no longer has them. Communicates nothing.
     """
@@ -100,20 +100,20 @@ def keep_stages(model: nn.Module, plan: PipelinePlan, *, own: Collection[int]) -
     def runs(name: str) -> bool:
         return nearest(name, passed) is None
 
-    _let_go(model, stages, runs)
+    _drop_foreign_parameters(model, stages, runs)
     for name, module in list(model.named_modules()):
         if name in around and name and type(module).forward is not nn.Module.forward:
-            apply_mixin(module, Around, _stages=stages)
+            apply_mixin(module, LayerContainer, _stages=stages)
         elif name not in around and (name in layers or runs(name)):
             stages.modules[module] = Module(name, type(module), is_layer=name in layers)
-            apply_mixin(module, Watched, _stages=stages)
+            apply_mixin(module, StageAwareCall, _stages=stages)
         if isinstance(module, PreTrainedModel):
-            apply_mixin(module, Emptied)
-    apply_mixin(model, Staged, _stages=stages)
+            apply_mixin(module, MayHaveNoParameters)
+    apply_mixin(model, StagedModel, _stages=stages)
     return stages
 
 
-def _let_go(model: nn.Module, stages: Stages, runs: Callable[[str], bool]) -> None:
+def _drop_foreign_parameters(model: nn.Module, stages: Stages, runs: Callable[[str], bool]) -> None:
     """Puts absent parameters in the places of foreign ones, and keeps them ready for those of modules that run in
     foreign segments.
     """

@@ -13,7 +13,7 @@ from shardwise.mesh import Mesh
 from shardwise.parameters.registry import local_part
 from shardwise.sharding.boxes import slices
 from shardwise.sharding.layout import Layout
-from shardwise.sharding.placement import Held, Replicate
+from shardwise.sharding.placement import OnCoords, Replicate
 
 __all__ = ["Part", "gather_full"]
 
@@ -48,7 +48,7 @@ def gather_full(parts: Sequence[Part], mesh: Mesh) -> list[Tensor]:
             if value is None or back > len(part.layout.steps):
                 continue
             step = part.layout.steps[-back]
-            if not isinstance(step.placement, Replicate | Held) and mesh.group(step.axis) is not None:
+            if not isinstance(step.placement, Replicate | OnCoords) and mesh.group(step.axis) is not None:
                 exchanged.setdefault((step.axis, str(value.dtype)), []).append(number)
         for (axis, _), numbers in sorted(exchanged.items()):  # all ranks in the same order, whatever they hold
             group = mesh.group(axis)
@@ -69,7 +69,7 @@ def _one_step(layout: Layout, back: int, mesh: Mesh) -> Layout:
 def _on_every_stage(value: Tensor | None, part: Part, mesh: Mesh) -> Tensor:
     """A tensor that is full on the stages that hold it, on every rank."""
     held = part.layout.placement("pp")
-    if not isinstance(held, Held):
+    if not isinstance(held, OnCoords):
         assert value is not None, "every stage holds it"
         return value
     source, group = held.coords[0], mesh.group("pp")

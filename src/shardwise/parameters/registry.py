@@ -32,10 +32,10 @@ from shardwise.plan.options import FsdpPolicy, Precision
 from shardwise.plan.structure import fqn_of
 from shardwise.runtime.casting import Casting
 from shardwise.runtime.context import SplitContext
-from shardwise.runtime.fsdp_internals import Uses
+from shardwise.runtime.fsdp_internals import UnusedParameters
 from shardwise.sharding.boxes import slices
 from shardwise.sharding.layout import Layout
-from shardwise.sharding.placement import Chunk, Held, Split
+from shardwise.sharding.placement import Chunk, OnCoords, Split
 from shardwise.stages.model import Stages
 
 __all__ = [
@@ -110,7 +110,7 @@ class ParameterEntry:
     def stage_coords(self) -> tuple[int, ...]:
         """The coords on pp that hold it; none without a pipeline."""
         held = self.layout.placement("pp")
-        return held.coords if isinstance(held, Held) else ()
+        return held.coords if isinstance(held, OnCoords) else ()
 
     @functools.cached_property
     def is_held(self) -> bool:
@@ -244,7 +244,7 @@ class Registry:
     local_state: bool = False
     stages: Stages | None = None
     reads_names: bool = False
-    uses: Uses = field(default_factory=Uses)
+    uses: UnusedParameters = field(default_factory=UnusedParameters)
     idle_stages: tuple[int, ...] = ()
     source: Source = field(default_factory=Source)
 

@@ -15,9 +15,9 @@ from shardwise.comm.operations import Group, all_gather_objects
 from shardwise.errors import LayoutError
 from shardwise.mesh import Mesh
 from shardwise.parameters.registry import ParameterEntry, find_parameters, local_part, registry_of
-from shardwise.sharding.placement import Held, Placement, Replicate
+from shardwise.sharding.placement import OnCoords, Placement, Replicate
 
-__all__ = ["Copies", "balance_of", "check_replicas", "find_unequal_replicas"]
+__all__ = ["Copies", "check_replicas", "find_unequal_replicas", "replica_mismatch_word"]
 
 Copies = Iterable[tuple[str, ParameterEntry, Tensor]]
 """What this rank holds, whether others do or not: names, how they are stored over the ranks, and the local tensors."""
@@ -72,7 +72,7 @@ def check_replicas(model: nn.Module, copies: Copies | None = None) -> None:
         )
 
 
-def balance_of(copies: Copies) -> int:
+def replica_mismatch_word(copies: Copies) -> int:
     """A number of 64 bits whose sum over all ranks is zero, modulo 2**64, where they hold equal copies, and as good as
     never otherwise: of what n ranks hold, the first adds n - 1 times its digest, the others subtract theirs.
 
@@ -111,6 +111,6 @@ def _factor(mesh: Mesh, holders: Mapping[str, Sequence[int]]) -> int:
 
 def _coords_that_hold(placement: Placement | None, size: int) -> Sequence[int]:
     """The coords of an axis that hold the same; none where each holds its own."""
-    if isinstance(placement, Held):
+    if isinstance(placement, OnCoords):
         return placement.coords
     return range(size) if placement is None or isinstance(placement, Replicate) else ()

@@ -33,8 +33,8 @@ from shardwise.optim.gradients import gradients_of
 from shardwise.parameters.registry import Registry, registry_of
 from shardwise.pipeline.caches import StageCaches, check_caches
 from shardwise.pipeline.encoder import apply_pipelined_encoder
-from shardwise.pipeline.outputs import asked_outputs, check_asked_outputs, hand_out, merge_outputs
-from shardwise.pipeline.release import kept_aside, refuse_gradient, release_in_backward
+from shardwise.pipeline.outputs import asked_outputs, broadcast_output, check_asked_outputs, merge_outputs
+from shardwise.pipeline.release import emit_stashed_grads, refuse_gradient, stashed_grads
 from shardwise.pipeline.runner import PipelineRunner, attach_runner, runner_of
 from shardwise.pipeline.stage import Microbatch
 from shardwise.runtime.linear import apply_mixin
@@ -205,7 +205,7 @@ class _Forward:
 
     def _hand_out(self, output: Any, *, later: bool) -> Any:
         runner = self.runner
-        return hand_out(
+        return broadcast_output(
             output,
             self.arguments,
             self.registry.context,
@@ -229,7 +229,7 @@ class _Forward:
         factors = [weight * scale * gradients.share for weight in weights]
         losses = [functools.partial(_loss_of, factor=factor) for factor in factors]
         microbatches = [Microbatch(*each) for each in zip(parts, losses, strict=True)]
-        with kept_aside(self.model) as kept, gradients.together():
+        with stashed_grads(self.model) as kept, gradients.no_sync():
             done = self.runner.run(microbatches, schedule, keeps_outputs=True)
         outputs = [_detached(done.outputs[number]) for number in range(count)] if self.runner.is_last else []
         output = merge_outputs(outputs, weights) if outputs else None
@@ -238,7 +238,7 @@ class _Forward:
         if not by_input and not self.runner.trains:  # as of any model of which nothing is trained
             output["loss"] = output.loss.detach()
             return output
-        output["loss"] = release_in_backward(
+        output["loss"] = emit_stashed_grads(
             output.loss,
             self.model,
             kept,

@@ -29,7 +29,7 @@ from shardwise.loss.logits import as_logits, only_asks, takes_data
 from shardwise.runtime.context import SplitContext
 from shardwise.tiny.fields import sub_configs
 
-__all__ = ["LaterTensor", "asked_outputs", "check_asked_outputs", "hand_out", "merge_outputs"]
+__all__ = ["RemoteTensor", "asked_outputs", "broadcast_output", "check_asked_outputs", "merge_outputs"]
 
 _COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 """What transformers collects of every layer; of router logits it computes a part of the loss."""
@@ -71,7 +71,7 @@ class _Fields:
     values: dict[str, Any]
 
 
-def hand_out(
+def broadcast_output(
     output: Any,
     own: Mapping[str, Any],
     context: SplitContext,
@@ -160,7 +160,7 @@ def check_asked_outputs(model: nn.Module, arguments: Mapping[str, Any], at_cut: 
 
 @dataclass(frozen=True)
 class _Receiver:
-    """Gives every rank the tensors of an output; see `hand_out`."""
+    """Gives every rank the tensors of an output; see `broadcast_output`."""
 
     tensors: list[Tensor]
     given: list[Tensor]
@@ -187,7 +187,7 @@ class _Receiver:
         """The output that was described."""
         if isinstance(described, _Slot):
             is_later = self.later and described.full_shape + described.shape
-            return LaterTensor(self, described) if is_later else self.receive(described)
+            return RemoteTensor(self, described) if is_later else self.receive(described)
         if isinstance(described, _Given):
             return self.given[described.number]
         if isinstance(described, _Own):
@@ -204,7 +204,7 @@ class _Receiver:
         return type(described)(map(self.rebuild, described)) if type(described) in (tuple, list) else described
 
 
-class LaterTensor(Tensor):
+class RemoteTensor(Tensor):
     """A tensor of the last stage's rank; whatever computes with it fetches it, on every rank of the pipeline alike.
 
     Communicates: over pp, with the first such computation one broadcast.
@@ -216,7 +216,7 @@ class LaterTensor(Tensor):
     _name: str
 
     @staticmethod
-    def __new__(cls, receiver: _Receiver, slot: _Slot) -> LaterTensor:
+    def __new__(cls, receiver: _Receiver, slot: _Slot) -> RemoteTensor:
         shape, device = slot.full_shape or slot.shape, receiver.context.device
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=slot.dtype, device=device)
         self._receiver, self._slot, self._fetched = receiver, slot, None
@@ -267,7 +267,7 @@ class LaterTensor(Tensor):
 
 
 def _present(value: Any) -> Any:
-    return value.fetch() if isinstance(value, LaterTensor) else value
+    return value.fetch() if isinstance(value, RemoteTensor) else value
 
 
 def merge_outputs(outputs: Sequence[Any], weights: Sequence[float]) -> Any:

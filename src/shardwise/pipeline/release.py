@@ -22,13 +22,13 @@ from shardwise.errors import UnsupportedError
 from shardwise.optim.gradients import gradients_of
 from shardwise.parameters.registry import local_part
 
-__all__ = ["kept_aside", "refuse_gradient", "release_in_backward"]
+__all__ = ["emit_stashed_grads", "refuse_gradient", "stashed_grads"]
 
 Kept = list[tuple[nn.Parameter, Tensor]]
 
 
 @contextmanager
-def kept_aside(model: nn.Module) -> Iterator[Kept]:
+def stashed_grads(model: nn.Module) -> Iterator[Kept]:
     """Inside, gradients start at nothing; afterwards those of before are back, and the new ones in what was given."""
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     kept: Kept = []
@@ -58,7 +58,7 @@ def _without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
             hooks.update(own)
 
 
-def release_in_backward(
+def emit_stashed_grads(
     loss: Tensor,
     model: nn.Module,
     kept: Kept,

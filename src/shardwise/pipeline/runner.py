@@ -19,7 +19,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from shardwise.comm.operations import all_gather_objects
 from shardwise.errors import LayoutError, RankError
 from shardwise.parameters.registry import Registry, registry_of
-from shardwise.pipeline.stage import Microbatch, PipelineStage, Round
+from shardwise.pipeline.stage import Microbatch, PipelineStage, ScheduleRun
 from shardwise.plan.pipeline_plan import PipelinePlan
 from shardwise.runtime.same_batch import compared_already
 from shardwise.schedule.build import build_in_order, build_schedule
@@ -33,7 +33,7 @@ _ATTRIBUTE = "_shardwise_pipeline"
 
 
 @dataclass(eq=False)
-class _Line:
+class _P2PGroup:
     """The group on which the stages of a model, and of its copies, send each other tensors.
 
     Attributes:
@@ -44,7 +44,7 @@ class _Line:
     broken: str | None = None
     users: weakref.WeakSet[PipelineRunner] = field(default_factory=weakref.WeakSet)
 
-    def hang_up(self, why: str) -> None:
+    def abort(self, why: str) -> None:
         """Closes the connections (see [Note: a line of its own])."""
         self.broken = why
         for user in self.users:
@@ -89,10 +89,10 @@ class PipelineRunner:
         self.group = group
         self._model, self._registry = model, registry
         self._kept: dict[tuple[str, int], tuple[Any, list[PipelineStage]]] = {}
-        self._line = _Line(mesh.new_group("pp"))
+        self._line = _P2PGroup(mesh.new_group("pp"))
         self._line.users.add(self)
         self.name = str(next(_NUMBERS))
-        self.last_round = Round(parts=())
+        self.last_run = ScheduleRun(parts=())
         self.last_schedule: Schedule | None = None
         self.times_next = False
 
@@ -100,7 +100,7 @@ class PipelineRunner:
         # A copied model runs on the same ranks, over the same line.
         copied = memo[id(self)] = copy.copy(self)
         copied._model, copied._registry, copied.stages = copy.deepcopy((self._model, self._registry, self.stages), memo)
-        copied._kept, copied.last_round, copied.last_schedule = {}, Round(parts=()), None
+        copied._kept, copied.last_run, copied.last_schedule = {}, ScheduleRun(parts=()), None
         copied.name = str(next(_NUMBERS))
         self._line.users.add(copied)
         return copied
@@ -147,7 +147,7 @@ class PipelineRunner:
         has_backward: bool = True,
         keeps_outputs: bool = False,
         is_timed: bool = False,
-    ) -> Round:
+    ) -> ScheduleRun:
         """Runs all stages of this rank on all microbatches; every rank of the pipeline calls it with the same ones.
 
         Returns:
@@ -163,7 +163,7 @@ class PipelineRunner:
         runtime, stages = self._runtime(schedule, has_backward=has_backward)
         context = self._registry.context
         seed = context.draw_seed(self._model)
-        current = Round(
+        current = ScheduleRun(
             parts=parts,
             seed=seed,
             has_backward=has_backward,
@@ -178,8 +178,8 @@ class PipelineRunner:
             runtime._step_microbatches(target_mbs=[None] * len(parts), losses=None, return_outputs=False)
         for stage in stages:
             stage.clear_runtime_states()
-            stage.round = Round(parts=())
-        self.last_round, self.last_schedule = current, schedule
+            stage.round = ScheduleRun(parts=())
+        self.last_run, self.last_schedule = current, schedule
         return current
 
     def _runtime(self, schedule: Schedule, *, has_backward: bool) -> tuple[Any, list[PipelineStage]]:
@@ -229,7 +229,7 @@ class PipelineRunner:
             try:
                 yield
             except BaseException as error:
-                self._line.hang_up(f"{type(error).__name__}: {error}".splitlines()[0])
+                self._line.abort(f"{type(error).__name__}: {error}".splitlines()[0])
                 raise
 
     def forget_stages(self) -> None:
@@ -248,9 +248,9 @@ class PipelineRunner:
 
         Communicates: over pp, a gather of the times.
         """
-        if self.last_schedule is None or not self.last_round.is_timed:
+        if self.last_schedule is None or not self.last_run.is_timed:
             return None
-        rows: list[list[Span]] = all_gather_objects(self.last_round.spans, self.group)
+        rows: list[list[Span]] = all_gather_objects(self.last_run.spans, self.group)
         start = min(span.start for row in rows for span in row)  # ranks of one machine share a clock
         moved = (tuple(Span(each.action, each.start - start, each.end - start) for each in row) for row in rows)
         return Timeline(self.last_schedule, tuple(moved))

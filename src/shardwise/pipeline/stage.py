@@ -27,9 +27,9 @@ from shardwise.pipeline.split_backward import backward_inputs, check_complete, d
 from shardwise.runtime.context import SplitContext
 from shardwise.schedule.action import Action, Kind
 from shardwise.schedule.timeline import Span
-from shardwise.stages.model import Stages, Travelling
+from shardwise.stages.model import Stages, StageTensor
 
-__all__ = ["Microbatch", "PipelineStage", "Round"]
+__all__ = ["Microbatch", "PipelineStage", "ScheduleRun"]
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Microbatch:
 
 
 @dataclass
-class Round:
+class ScheduleRun:
     """One run of a schedule: what its stages share.
 
     Attributes:
@@ -100,7 +100,7 @@ class PipelineStage(Base):
         self._enters_root, self._is_managed = enters_root, isinstance(root, FSDPModule)
         self._is_sent = number + 1 < len(rank_of) and rank_of[number + 1] != rank_of[number]
         self._checked: set[int] = set()
-        self.round = Round(parts=())
+        self.round = ScheduleRun(parts=())
         self._received: dict[int, tuple[Tensor, ...]] = {}
         self._forwards: dict[int, tuple[Any, Any]] = {}  # outputs and inputs of each microbatch
         self._gradients: dict[int, tuple[Tensor | None, ...]] = {}
@@ -137,7 +137,7 @@ class PipelineStage(Base):
 
     # What is received and sent.
 
-    def _crossing(self, number: int) -> tuple[tuple[Travelling, ...], tuple[Travelling, ...]]:
+    def _crossing(self, number: int) -> tuple[tuple[StageTensor, ...], tuple[StageTensor, ...]]:
         part = self.round.parts[number]
         before = part.caches.before() if part.caches is not None else {}
         return self._stages.shapes(self.stage_index, {**part.arguments, **before})
@@ -150,7 +150,7 @@ class PipelineStage(Base):
         rank = self._rank_of[to]
         return [dist.P2POp(dist.isend, x, group=self.group, group_peer=rank) for x in tensors if x is not None]
 
-    def _empty(self, like: Travelling) -> Tensor:
+    def _empty(self, like: StageTensor) -> Tensor:
         return torch.empty(like.shape, dtype=like.dtype, device=self.device)
 
     def get_fwd_recv_ops(self, number: int) -> list[dist.P2POp]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from shardwise.errors import PlanError
 from shardwise.plan.decision import ParameterPlan, SplitPlan
-from shardwise.plan.pipeline_plan import Crossing, PipelinePlan, Returned
+from shardwise.plan.pipeline_plan import CutTensor, PipelinePlan, Returned
 from shardwise.plan.resolve import all_problems
 from shardwise.plan.rule import ParameterRule
 from shardwise.plan.structure import Adapted, AdapterFacts, AdapterParameter, ModelFacts, nearest, parent_of
@@ -78,13 +78,13 @@ def stages_with_adapters(pipeline: PipelinePlan | None, facts: ModelFacts) -> Pi
     used = {fqn: order.uses.get(base, ()) for fqn, base in adapters.bases.items()}
     used |= {each.fqn: used[adapted.weight] for adapted in adapters.adapted for each in adapted.own}
     returns: dict[str, Returned] = {name: each for fqn, each in order.returns.items() for name in names.inside((fqn,))}
-    crossings = tuple(tuple(_crossing(each, names) for each in cut) for cut in order.crossings)
-    order = replace(order, uses={**order.uses, **used}, crossings=crossings, returns=returns)
+    cut_tensors = tuple(tuple(_crossing(each, names) for each in cut) for cut in order.cut_tensors)
+    order = replace(order, uses={**order.uses, **used}, cut_tensors=cut_tensors, returns=returns)
     return replace(pipeline, order=order)
 
 
-def _crossing(crossing: Crossing, names: _Names) -> Crossing:
-    kind, _, place = crossing.anchor.partition(":")
+def _crossing(cut_tensor: CutTensor, names: _Names) -> CutTensor:
+    kind, _, place = cut_tensor.anchor.partition(":")
     fqn, _, path = place.partition(":")
     found = tuple(names.inside((fqn,))) if kind == "output" else (fqn,)
     if len(found) > 1:
@@ -93,7 +93,7 @@ def _crossing(crossing: Crossing, names: _Names) -> Crossing:
             why=f"what {fqn} returns is sent to other stages, and there is one in every copy",
             fix="leave it out of modules_to_save, or use pp1",
         )
-    return replace(crossing, anchor=f"{kind}:{found[0]}:{path}") if kind == "output" else crossing
+    return replace(cut_tensor, anchor=f"{kind}:{found[0]}:{path}") if kind == "output" else cut_tensor
 
 
 def plan_adapter(adapted: Adapted, base: ParameterPlan, *, tp_size: int) -> dict[str, ParameterPlan]:

@@ -36,7 +36,7 @@ from shardwise.plan.match import match
 from shardwise.plan.pipeline_plan import PipelinePlan
 from shardwise.plan.structure import ModelFacts, is_within, nearest, outermost, outermost_layers, parent_of, upwards
 from shardwise.sharding.layout import Layout, Step
-from shardwise.sharding.placement import Chunk, Held, Replicate, Split
+from shardwise.sharding.placement import Chunk, OnCoords, Replicate, Split
 from shardwise.topology.axes import DATA_AXES
 from shardwise.topology.shape import MeshShape
 
@@ -70,8 +70,8 @@ def _over_stages(planned: ParameterPlan, plan: SplitPlan) -> ParameterPlan:
     if plan.pipeline is None:
         return planned
     names = [planned.fqn, *(alias for alias, canonical in plan.tied.items() if canonical == planned.fqn)]
-    coords = sorted({plan.pipeline.rank_of[stage] for name in names for stage in plan.stages_of(name)})
-    step = Step("pp", plan.shape.pp_size, Held(tuple(coords)))
+    coords = sorted({plan.pipeline.rank_of[stage] for name in names for stage in plan.stages_holding(name)})
+    step = Step("pp", plan.shape.pp_size, OnCoords(tuple(coords)))
     return replace(planned, stages=tuple(coords), layout=Layout(planned.shape, (step, *planned.layout.steps)))
 
 
@@ -85,10 +85,10 @@ def _kept_in_full(plan: SplitPlan) -> frozenset[str]:
     owners: dict[str, str] = {}
     for fqn in (*plan.parameters, *plan.tied):
         owner = parent_of(fqn)
-        stages.setdefault(plan.tied.get(fqn, fqn), set()).update(plan.stages_of(fqn))
-        if plan.stages_of(fqn):
+        stages.setdefault(plan.tied.get(fqn, fqn), set()).update(plan.stages_holding(fqn))
+        if plan.stages_holding(fqn):
             for module in upwards(owner):
-                inside.setdefault(module, set()).add(plan.stages_of(fqn))
+                inside.setdefault(module, set()).add(plan.stages_holding(fqn))
             if nearest(owner, units) is None:
                 owners[fqn] = owner
     ranks = {fqn: [plan.pipeline.rank_of[stage] for stage in held] for fqn, held in stages.items()}

@@ -124,13 +124,13 @@ class SplitPlan:
         """The names, tied aliases by their own, under which the ranks at `coord` of pp hold parameters."""
         if self.pipeline is None:
             return frozenset((*self.parameters, *self.tied))
-        return frozenset().union(*(self.names_of_stage(stage) for stage in self.pipeline.stages_of(coord)))
+        return frozenset().union(*(self.names_of_stage(stage) for stage in self.pipeline.stages_on(coord)))
 
     def names_of_stage(self, stage: int) -> frozenset[str]:
         """The names, tied aliases by their own, under which a stage of the pipeline holds parameters."""
         return frozenset(name for name, stages in self._stages_of_names.items() if stage in stages)
 
-    def stages_of(self, name: str) -> tuple[int, ...]:
+    def stages_holding(self, name: str) -> tuple[int, ...]:
         """The stages that hold a parameter under this name of its; none where nothing does so."""
         return self._stages_of_names[name]
 

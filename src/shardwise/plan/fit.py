@@ -40,7 +40,7 @@ def match_rules(plan: Plan, facts: ModelFacts) -> MatchedRules:
     Raises:
         PlanError: rules whose source is `user` match nothing. All are reported, with the nearest existing names.
     """
-    fit = _Fit(plan, facts)
+    fit = _MatchedRules(plan, facts)
     users = [rule for rule, names in fit.names.items() if not names and rule.source == "user"]
     if users:
         raise fit.nothing_matched(users)
@@ -55,7 +55,7 @@ def match_rules(plan: Plan, facts: ModelFacts) -> MatchedRules:
     )
 
 
-class _Fit:
+class _MatchedRules:
     """A plan beside a model: `names` has for every rule what it matches."""
 
     def __init__(self, plan: Plan, facts: ModelFacts) -> None:
@@ -100,7 +100,7 @@ class _Fit:
 
 def rules_without_names(plan: Plan, facts: ModelFacts) -> tuple[Rule, ...]:
     """The rules of a plan that match nothing in the model that `facts` describe."""
-    return tuple(rule for rule, names in _Fit(plan, facts).names.items() if not names)
+    return tuple(rule for rule, names in _MatchedRules(plan, facts).names.items() if not names)
 
 
 def check_weight(name: str, rule: ParameterRule, facts: ModelFacts) -> PlanError | None:

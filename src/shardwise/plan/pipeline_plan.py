@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from shardwise.errors import ConfigError, did_you_mean
 from shardwise.plan.structure import is_within
 
-__all__ = ["Crossing", "LayerOrder", "PipelinePlan", "Returned"]
+__all__ = ["CutTensor", "LayerOrder", "PipelinePlan", "Returned"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Crossing:
+class CutTensor:
     """A tensor that depends on parameters, made in one segment and used in a later one: it travels.
 
     Attributes:
@@ -55,18 +55,18 @@ class LayerOrder:
         calls: FQN of the layer of every segment, in the order of execution; a layer that runs twice is there twice.
         uses: FQN of every parameter, tied aliases by their own names, to the segments that compute with it under this
             name; parameters that nothing computes with are in none.
-        crossings: for every cut, before segment 1, 2, …, what crosses it.
+        cut_tensors: for every cut, before segment 1, 2, …, what crosses it.
         returns: FQN of a module to what it returns. Who passes it through need not run it: every layer that returns
             what looks like its arguments is here, and of the other modules those whose code asks for values.
         shares_dropped: whether what dropout makes of tensors that depend on no parameters crosses cuts, too, so that
             one stage draws for all of them.
         is_chain: whether every layer is given what the one before returned and nothing else of the model's. Then
-            `crossings` may be empty: they are seen in the first forward.
+            `cut_tensors` may be empty: they are seen in the first forward.
     """
 
     calls: tuple[str, ...]
     uses: Mapping[str, tuple[int, ...]]
-    crossings: tuple[tuple[Crossing, ...], ...]
+    cut_tensors: tuple[tuple[CutTensor, ...], ...]
     returns: Mapping[str, Returned] = field(default_factory=dict)
     shares_dropped: bool = False
     is_chain: bool = False
@@ -115,7 +115,7 @@ class PipelinePlan:
         ends = (*self.starts[1:], len(self.order.calls))
         return range(self.starts[stage], ends[stage])
 
-    def stages_of(self, coord: int) -> tuple[int, ...]:
+    def stages_on(self, coord: int) -> tuple[int, ...]:
         """The stages that a coordinate on pp holds, in the order in which a microbatch passes them."""
         return tuple(stage for stage, rank in enumerate(self.rank_of) if rank == coord)
 

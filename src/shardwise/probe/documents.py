@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from shardwise.data.rows import Apart, segment_inputs
+from shardwise.data.rows import DocumentMasking, segment_inputs
 from shardwise.errors import UnsupportedError
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
 
-__all__ = ["find_apart"]
+__all__ = ["probe_document_masking"]
 
 _LENGTHS = (7, 5, 12)
 """Of the documents that share a row: beside the windows of tiny models they are short and long."""
@@ -24,7 +24,7 @@ _TOLERANCE = 1e-4
 """Of the largest logit: the same sums, in another order."""
 
 
-def find_apart(config: PreTrainedConfig, auto_class: Any, *, packed: bool) -> Apart:
+def probe_document_masking(config: PreTrainedConfig, auto_class: Any, *, packed: bool) -> DocumentMasking:
     """What a model of `config` needs so that documents in a row compute what they compute alone.
 
     Args:
@@ -35,7 +35,7 @@ def find_apart(config: PreTrainedConfig, auto_class: Any, *, packed: bool) -> Ap
     """
     model = build_tiny_model(shrink_config(copy.deepcopy(config)), auto_class, seed=0).eval()
     ids = make_batch(model, batch_size=1, sequence_length=_WIDTH, seed=0)["input_ids"]
-    ways: tuple[Apart, ...] = ("positions", "mask") if packed else ("padded", "padded without mask")
+    ways: tuple[DocumentMasking, ...] = ("positions", "mask") if packed else ("padded", "padded without mask")
     lengths = _LENGTHS if packed else _LENGTHS[:1]
     takes = inspect.signature(model.forward).parameters
     faults = []

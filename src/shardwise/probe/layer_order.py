@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise.errors import PlanError, UnsupportedError
-from shardwise.parallel.stages import keep_stages
+from shardwise.parallel.stages import build_local_stages
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan, Returned
 from shardwise.plan.structure import upwards
 from shardwise.probe.disk_cache import cache_path, read, write
@@ -111,7 +111,9 @@ def _check_training(tiny: PreTrainedModel, batch: Mapping[str, Any], order: Laye
 def _stages_of_one(model: nn.Module, order: LayerOrder) -> Stages:
     """All stages in one model, one for every segment, in place."""
     starts = tuple(range(len(order.calls)))
-    return keep_stages(model, PipelinePlan(order=order, schedule="1f1b", starts=starts, rank_of=starts), own=starts)
+    return build_local_stages(
+        model, PipelinePlan(order=order, schedule="1f1b", starts=starts, rank_of=starts), own=starts
+    )
 
 
 def train_in_stages(stages: Sequence[Stages], batch: Mapping[str, Any]) -> tuple[Any, list[tuple[Tensor, ...]]]:

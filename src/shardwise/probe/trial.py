@@ -144,7 +144,7 @@ class Trial:
             gradients = track_gradients(model, apply_plan(model, mesh, decided, spec))
             with draws if model.training else nullcontext():
                 loss = _loss(model, batch)
-            with gradients.together():
+            with gradients.no_sync():
                 loss.backward()
                 num_collectives = group.num_exchanges
             return _Result(

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import PlanError
 from shardwise.parallel.facts import read_facts
-from shardwise.plan.pipeline_plan import Crossing, LayerOrder, Returned
+from shardwise.plan.pipeline_plan import CutTensor, LayerOrder, Returned
 from shardwise.plan.structure import outermost_layers, upwards
 from shardwise.stages.anchors import is_dropout, made_by, named_arguments, named_tensors, used_by, writes
 from shardwise.tiny.objective import clone_batch
@@ -249,8 +249,8 @@ class _Watcher(TorchFunctionMode):
                 why="no module ran of those that look like its layers",
                 fix="use pp1",
             )
-        crossings = tuple(self._crossings(segment) for segment in range(1, len(self.calls)))
-        anchors = [each.anchor.split(":") for cut in crossings for each in cut]
+        cut_tensors = tuple(self._crossings(segment) for segment in range(1, len(self.calls)))
+        anchors = [each.anchor.split(":") for cut in cut_tensors for each in cut]
         sent = {fqn for kind, fqn, *_ in anchors if kind == "output" and fqn not in self.layers}
         holding = {around for fqn in sent for around in upwards(fqn)}  # their code must run
         returns = {name: each for name, each in self._returns().items() if name not in holding}
@@ -258,14 +258,14 @@ class _Watcher(TorchFunctionMode):
         order = LayerOrder(
             calls=tuple(self.calls),
             uses={name: tuple(sorted(self.uses.get(self.parameters[id(value)], ()))) for name, value in names},
-            crossings=crossings,
+            cut_tensors=cut_tensors,
             returns={name: each for name, each in returns.items() if name in self.layers},
             shares_dropped=self.shares_dropped,
         )
         return order, returns
 
-    def _crossings(self, segment: int) -> tuple[Crossing, ...]:
-        found: dict[str, Crossing] = {}
+    def _crossings(self, segment: int) -> tuple[CutTensor, ...]:
+        found: dict[str, CutTensor] = {}
         entry = self.entries[segment]
         for key, value in self.values.items():
             if not value.born < segment <= value.used:
@@ -278,7 +278,7 @@ class _Watcher(TorchFunctionMode):
                     why="what is computed there, inside of a layer, is used after it without having been returned",
                     fix="use pp1",
                 )
-            found[anchor] = Crossing(
+            found[anchor] = CutTensor(
                 anchor=anchor, needs_gradient=value.tensor.requires_grad, is_written=value.written >= segment
             )
         return tuple(found.values())

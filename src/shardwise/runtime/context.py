@@ -16,7 +16,7 @@ from shardwise.comm.operations import Group
 from shardwise.mesh import Mesh
 from shardwise.runtime.axis import Axis
 from shardwise.runtime.forward_state import ForwardState
-from shardwise.runtime.rng import mix, seeded
+from shardwise.runtime.rng import device_rng, mix
 
 __all__ = ["SplitContext"]
 
@@ -59,7 +59,7 @@ class SplitContext:
 
     Of all so far:
         gathered_for: functions for which a forward has had to gather split logits.
-        last_look: name of the split logits that were gathered last.
+        last_gathered: name of the split logits that were gathered last.
         steps: what optimizers have done to the parameters, by which steps.
     """
 
@@ -77,7 +77,7 @@ class SplitContext:
     batch_compared: bool = False
 
     gathered_for: set[str] = field(default_factory=set)
-    last_look: str | None = None
+    last_gathered: str | None = None
     steps: Steps = field(default_factory=Steps)
     _around: list[tuple[nn.Module, ForwardState]] = field(default_factory=list)
 
@@ -146,5 +146,5 @@ class SplitContext:
     @contextmanager
     def stage_stream(self, seed: int | None, stage: int, microbatch: int) -> Iterator[None]:
         """Inside, random numbers are those of one stage and microbatch (see [Note: random numbers])."""
-        with nullcontext() if seed is None else seeded(self.device, mix(seed, f"{stage}.{microbatch}")):
+        with nullcontext() if seed is None else device_rng(self.device, mix(seed, f"{stage}.{microbatch}")):
             yield

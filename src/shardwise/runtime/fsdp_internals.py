@@ -23,7 +23,7 @@ before, and that nobody contributed to, becomes None again. FSDP2 may hold a gra
 it reduces: a note is kept until the parameter has its sum.
 
 A tensor that a unit receives and does not use has no gradient either; FSDP2, which passes all of them through a
-function of its own, would make it zeros, and so of the parameters that it was made of (`keep_absent`).
+function of its own, would make it zeros, and so of the parameters that it was made of (`keep_unused_gradients_none`).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from torch.utils._pytree import tree_leaves
 from shardwise.errors import UnsupportedError
 
 __all__ = [
-    "Uses",
+    "UnusedParameters",
     "carry_over_changes",
     "drop_unreduced",
     "free",
     "free_after_evaluation",
     "gathered_parameters",
-    "keep_absent",
+    "keep_unused_gradients_none",
     "reset_interrupted",
     "run_as_root",
     "units_of",
@@ -199,7 +199,7 @@ def run_as_root(root: nn.Module, parts: Iterable[nn.Module]) -> None:
         module.register_forward_hook(leave, always_call=True)
 
 
-class Uses:
+class UnusedParameters:
     """Which parameters this rank's backwards have used since the last gradient phase, of the units that ranks may use
     differently; see [Note: parameters that no rank used].
 
@@ -260,7 +260,7 @@ class Uses:
         self.has_reduced = False
 
 
-def keep_absent(unit: FSDPModule) -> None:
+def keep_unused_gradients_none(unit: FSDPModule) -> None:
     """Leaves gradients of a unit's inputs absent where it makes none."""
     for group in _groups(unit):
         group._register_post_backward_hook = functools.partial(_pass_through, group._register_post_backward_hook)

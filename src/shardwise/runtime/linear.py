@@ -16,7 +16,7 @@ from shardwise.comm.collectives import copy_to_region, reduce_from_region, split
 from shardwise.runtime.adapters import unwrapped
 from shardwise.runtime.axis import Axis
 from shardwise.runtime.context import SplitContext
-from shardwise.runtime.region_edges import RegionExit, note_sum
+from shardwise.runtime.region_edges import RegionExit, mark_full_gradient
 
 __all__ = ["BiasRead", "RowSplit", "apply_mixin"]
 
@@ -90,7 +90,7 @@ class RowSplit:
         drops = context.has_dropout and self.training  # type: ignore[attr-defined]
         out = self._leave(self._product(x, None, **options), context, drops=drops)
         context.restore_rng("region")  # what the module drops after this is full again
-        return note_sum(out if bias is None else out + bias, context, axis)
+        return mark_full_gradient(out if bias is None else out + bias, context, axis)
 
     def _product(self, x: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
         """The product of this rank's features, with `bias`: the linear's own, or what stands in its place."""

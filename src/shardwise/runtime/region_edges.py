@@ -48,7 +48,7 @@ __all__ = [
     "install_gathered",
     "install_reduced",
     "install_region",
-    "note_sum",
+    "mark_full_gradient",
     "with_own_sums",
 ]
 
@@ -193,7 +193,7 @@ class RegionExit:
         return self.edge.leave(x)
 
 
-def note_sum(x: Tensor, context: SplitContext, axis: Axis) -> Tensor:
+def mark_full_gradient(x: Tensor, context: SplitContext, axis: Axis) -> Tensor:
     """Notes that `x` is full, not partial: the sum that a row-split linear puts out, or an input that does not enter
     the region (see [Note: after the sum]).
     """
@@ -215,7 +215,7 @@ def _ends_with(x: Any, sums: Sequence[Sum]) -> bool:
     return len(sums) == 1 and sums[0].factor is not None and sums[0].x is x and sums[0].version == x._version
 
 
-def _after_sums(x: Tensor, sums: Sequence[Sum]) -> Tensor:
+def _rescale_to_partial(x: Tensor, sums: Sequence[Sum]) -> Tensor:
     """What a region puts out after its `sums`."""
     if _ends_with(x, sums):
         return x
@@ -235,7 +235,7 @@ def with_own_sums(own: Callable[..., Any], context: SplitContext, args: Any, kwa
     context.state.sums = []
     output = own(*args, **kwargs)
     sums, context.state.sums = context.state.sums, around
-    return map_first(output, lambda x: _after_sums(x, sums)) if sums else output
+    return map_first(output, lambda x: _rescale_to_partial(x, sums)) if sums else output
 
 
 def install_region(
@@ -327,7 +327,7 @@ class _EndCheck:
             module.__dict__[_ENDS].add(module.__dict__[_CALL])
             module._forward_hooks.pop(next(key for key, hook in module._forward_hooks.items() if hook is self))
             return None
-        return map_first(output, lambda x: _after_sums(x, sums))
+        return map_first(output, lambda x: _rescale_to_partial(x, sums))
 
 
 def _first(output: Any) -> Any:
@@ -358,7 +358,7 @@ def _enter_inputs(
         if name == hidden or not isinstance(value, Tensor):
             continue
         if name in residual_inputs:
-            arguments[name] = note_sum(value.view_as(value), context, edge.axis)
+            arguments[name] = mark_full_gradient(value.view_as(value), context, edge.axis)
         elif name in parts:
             arguments[name] = entered(f"part {name}", value, edge.view)
         elif value.is_floating_point():  # no part of the sequence

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["RandomStreams", "mix", "seeded"]
+__all__ = ["RandomStreams", "device_rng", "mix"]
 
 _REPLICATED = 0x9E3779B97F4A7C15  # separates streams whose seeds come from the same number
 
@@ -76,7 +76,7 @@ def mix(seed: int, name: str) -> int:
 
 
 @contextmanager
-def seeded(device: torch.device, seed: int) -> Iterator[None]:
+def device_rng(device: torch.device, seed: int) -> Iterator[None]:
     """Inside, modules on `device` draw from a stream of that seed; afterwards as before."""
     generator = generator_of(device)
     state = generator.get_state()

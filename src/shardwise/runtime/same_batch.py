@@ -19,7 +19,7 @@ from shardwise.mesh import Mesh
 from shardwise.runtime.context import SplitContext
 from shardwise.topology.axes import DATA_AXES
 
-__all__ = ["agree_over_data", "check_same_batch", "compared_already", "describe_call", "describe_steps"]
+__all__ = ["agree_over_data", "call_fingerprint", "check_same_batch", "compared_already", "describe_steps"]
 
 _STEPS = "the optimizers' steps"
 _UNLIKE = "ranks do not train alike"
@@ -71,7 +71,7 @@ def check_same_batch(
     if host_device(group, context.device).type == "cpu":
         leaves = tree_flatten_with_path(inputs)[0]
         fields = {keystr(path): _describe(value) for path, value in leaves if isinstance(value, Tensor | int)}
-        fields |= describe_call(context, also or {})
+        fields |= call_fingerprint(context, also or {})
     elif not numbers:
         return []
     try:
@@ -112,7 +112,7 @@ def agree_over_data(
     )
 
 
-def describe_call(context: SplitContext, also: Mapping[str, Any]) -> dict[str, str]:
+def call_fingerprint(context: SplitContext, also: Mapping[str, Any]) -> dict[str, str]:
     """What ranks must have in common besides their rows, as text by name: `also`, and what happened before."""
     autocast = torch.is_autocast_enabled(context.device.type) and torch.get_autocast_dtype(context.device.type)
     described = {name: repr(value) for name, value in also.items()} | {"torch.autocast": str(autocast)}

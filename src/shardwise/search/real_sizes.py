@@ -20,7 +20,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.parallel.apply import apply_plan
 from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts
-from shardwise.parallel.fake import AsOnDevices, fake_tensors, materialize_fake
+from shardwise.parallel.fake import FakeTensorCorrections, fake_tensors, materialize_fake
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.spec import Plan
@@ -87,7 +87,7 @@ class RealSizes:
         for rank in (0, self._num_parts - 1) if decided is not None and _uneven(decided) else (0,):
             model, mesh = _copied(self.model), SimulatedMesh(LoneGroup(rank, self._num_parts))
             try:
-                with fake_tensors(), AsOnDevices():
+                with fake_tensors(), FakeTensorCorrections():
                     materialize_fake(model)
                     if decided is not None:
                         apply_plan(model, mesh, decided, ParallelSpec())

@@ -15,7 +15,7 @@ from shardwise.sharding.layout import Layout
 from shardwise.sharding.placement import Replicate
 from shardwise.topology.shape import MeshShape
 
-__all__ = ["Division", "Portion", "divide_boxes"]
+__all__ = ["Division", "WriteItem", "assign_writers"]
 
 MOST_ELEMENTS = 2**24
 """The most elements of a portion: a reader verifies a portion as a whole."""
@@ -28,7 +28,7 @@ by no more.
 
 
 @dataclass(frozen=True)
-class Portion:
+class WriteItem:
     """Elements of a canonical tensor, and the one rank that writes them: its number in the mesh."""
 
     box: Box
@@ -61,18 +61,18 @@ class _Holders:
         return found
 
 
-class Division(Mapping[str, tuple[Portion, ...]]):
+class Division(Mapping[str, tuple[WriteItem, ...]]):
     """The portions of every tensor by its name; over all ranks they hold each element once.
 
     Portions of what one rank holds alone are made when they are asked for: there is one for each rank and tensor.
     """
 
-    def __init__(self, tables: Mapping[str, _Holders], shared: Mapping[str, Sequence[Portion]]) -> None:
+    def __init__(self, tables: Mapping[str, _Holders], shared: Mapping[str, Sequence[WriteItem]]) -> None:
         self._tables, self._shared = tables, shared
 
-    def __getitem__(self, name: str) -> tuple[Portion, ...]:
+    def __getitem__(self, name: str) -> tuple[WriteItem, ...]:
         ranks = self._tables[name].alone
-        alone = (Portion(box, rank) for rank in ranks for box in self._alone(name, rank))
+        alone = (WriteItem(box, rank) for rank in ranks for box in self._alone(name, rank))
         return (*alone, *self._shared.get(name, ()))
 
     def __iter__(self) -> Iterator[str]:
@@ -94,7 +94,7 @@ class Division(Mapping[str, tuple[Portion, ...]]):
         return ranks[0] if ranks else None
 
 
-def divide_boxes(
+def assign_writers(
     layouts: Mapping[str, Layout], shape: MeshShape, *, holders: Mapping[str, Collection[int]] | None = None
 ) -> Division:
     """Divides tensors into portions. A box that several ranks hold goes to the rank that has the least to write.
@@ -119,12 +119,12 @@ def divide_boxes(
     shared = [(volume(box), name, box, ranks) for name, table in tables.items() for box, ranks in table.shared]
     total = sum(loads) + sum(size for size, *_ in shared)
     most = max(LEAST_ELEMENTS, min(MOST_ELEMENTS, total // (SHARES_PER_RANK * shape.world_size)))
-    portions: dict[str, list[Portion]] = {}
+    portions: dict[str, list[WriteItem]] = {}
     for _, name, box, ranks in sorted(shared, key=lambda each: -each[0]):
         for part in _cut(box, most):
             rank = min(ranks, key=loads.__getitem__)
             loads[rank] += volume(part)
-            portions.setdefault(name, []).append(Portion(part, rank))
+            portions.setdefault(name, []).append(WriteItem(part, rank))
     return Division(tables, portions)
 
 

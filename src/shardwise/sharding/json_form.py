@@ -11,13 +11,13 @@ from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from shardwise.errors import LayoutError
-from shardwise.sharding.placement import Chunk, Held, Placement, Replicate, Split
+from shardwise.sharding.placement import Chunk, OnCoords, Placement, Replicate, Split
 from shardwise.topology.shape import MeshShape
 
 __all__ = ["from_json", "to_json"]
 
 _PLAIN = frozenset((str, int, float, bool, NoneType))
-_KINDS: dict[str, type] = {"replicate": Replicate, "held": Held, "chunk": Chunk, "split": Split}
+_KINDS: dict[str, type] = {"replicate": Replicate, "held": OnCoords, "chunk": Chunk, "split": Split}
 
 
 def to_json(value: Any) -> Any:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import LayoutError
 from shardwise.sharding.boxes import Box, Interval
-from shardwise.sharding.placement import Chunk, Held, Placement, Replicate, Split
+from shardwise.sharding.placement import Chunk, OnCoords, Placement, Replicate, Split
 
 __all__ = ["Layout", "Piece", "Step"]
 
@@ -62,7 +62,7 @@ class Layout:
     Methods take `coords`, a position on every axis of the steps (an axis of size 1 may be left out; further axes are
     ignored, so a rank's coords on the full mesh suffice). Elements that several coords of an axis hold belong to the
     lowest of them; an axis without a step is not known to hold copies, so give every axis that does a `Replicate` step.
-    Coords that `Held` leaves out have no local tensor, and no pieces.
+    Coords that `OnCoords` leaves out have no local tensor, and no pieces.
 
     Raises:
         LayoutError: a `Split` does not have the size of its dim, or not one part for each coord of its axis.
@@ -96,7 +96,7 @@ class Layout:
     def is_held(self, coords: Mapping[str, int]) -> bool:
         """Whether the rank at `coords` has a local tensor, which may be empty."""
         return all(
-            step.coord(coords) in step.placement.coords for step in self.steps if isinstance(step.placement, Held)
+            step.coord(coords) in step.placement.coords for step in self.steps if isinstance(step.placement, OnCoords)
         )
 
     def local_shape(self, coords: Mapping[str, int]) -> tuple[int, ...]:
@@ -115,7 +115,7 @@ class Layout:
             coord, placement = step.coord(coords), step.placement
             if isinstance(placement, Replicate) and coord:
                 return ()
-            if isinstance(placement, Held) and coord != placement.coords[0]:
+            if isinstance(placement, OnCoords) and coord != placement.coords[0]:
                 return ()
         return _pieces(self._dims(coords, owned=True))
 

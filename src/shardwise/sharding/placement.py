@@ -1,7 +1,7 @@
 """Placements: what happens to a tensor along one mesh axis.
 
-`Replicate` and `Chunk` are what torch calls `Replicate` and `Shard`. `Held` gives the full tensor to some coords and
-nothing to the others, as stages of a pipeline hold parameters. `Split` says explicitly which intervals of one dim
+`Replicate` and `Chunk` are what torch calls `Replicate` and `Shard`. `OnCoords` gives the full tensor to some coords
+and nothing to the others, as stages of a pipeline hold parameters. `Split` says explicitly which intervals of one dim
 a coord holds, in local order, and so covers what torch has no placement for: uneven blocks of heads, fused
 weights whose sections are split one by one, and key/value heads that several coords hold.
 """
@@ -15,7 +15,7 @@ from shardwise.sharding.boxes import Interval, subtract
 
 __all__ = [
     "Chunk",
-    "Held",
+    "OnCoords",
     "Placement",
     "Replicate",
     "Split",
@@ -37,7 +37,7 @@ class Replicate:
 
 
 @dataclass(frozen=True)
-class Held:
+class OnCoords:
     """The coords `coords`, ascending, hold the full tensor, and no other coord holds any of it."""
 
     coords: tuple[int, ...]
@@ -153,7 +153,7 @@ class Split:
         return text
 
 
-Placement = Replicate | Held | Chunk | Split
+Placement = Replicate | OnCoords | Chunk | Split
 
 
 def split_even(dim: int, size: int, *, parts: int) -> Split:

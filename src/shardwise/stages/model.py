@@ -22,18 +22,18 @@ from shardwise.runtime.context import SplitContext
 from shardwise.runtime.modes import is_in_backward
 from shardwise.stages.absent import Absent, present
 from shardwise.stages.cache_copies import copy_cache
-from shardwise.stages.run import ComputeRun, MeasureRun, Module, Outgoing, Own, StageRun, Travelling
+from shardwise.stages.run import ComputeRun, MeasureRun, Module, Outgoing, Own, StageRun, StageTensor
 
 Lengths = tuple[int, ...]
 """Sizes of a forward's arguments that grow by one with every token that is generated."""
 
-Cuts = list[tuple[Travelling, ...]]
+Cuts = list[tuple[StageTensor, ...]]
 """What comes into each stage, and at the end nothing."""
 
-__all__ = ["Around", "Emptied", "Staged", "Stages", "Travelling", "Watched"]
+__all__ = ["LayerContainer", "MayHaveNoParameters", "StageAwareCall", "StageTensor", "StagedModel", "Stages"]
 
 
-class Staged:
+class StagedModel:
     """Mixin of the model: its forward is that of the stage which runs."""
 
     _stages: Stages
@@ -43,7 +43,7 @@ class Staged:
         return self._stages.forward(super().forward, args, kwargs)  # type: ignore[misc]
 
 
-class Around:
+class LayerContainer:
     """Mixin of the modules that layers are inside of: what they return is present, for whoever hooks on to them."""
 
     _stages: Stages
@@ -60,7 +60,7 @@ class Around:
         return output if run.is_foreign else present(output)
 
 
-class Emptied:
+class MayHaveNoParameters:
     """Mixin of transformers models inside of the model, which may have no parameter left that says where they are."""
 
     @property
@@ -80,7 +80,7 @@ class Emptied:
         return iter(here or ([_first_parameter(self)] if running and running.current else []))  # type: ignore[arg-type]
 
 
-class Watched:
+class StageAwareCall:
     """Mixin of layers and of the modules around them: their calls go through the stage that runs, if one does."""
 
     _stages: Stages
@@ -130,7 +130,9 @@ class Stages:
     current: StageRun | None = None
     _shapes: dict[Any, dict[Lengths, Cuts]] = field(default_factory=dict)
 
-    def shapes(self, stage: int, arguments: Mapping[str, Any]) -> tuple[tuple[Travelling, ...], tuple[Travelling, ...]]:
+    def shapes(
+        self, stage: int, arguments: Mapping[str, Any]
+    ) -> tuple[tuple[StageTensor, ...], tuple[StageTensor, ...]]:
         """What comes into a stage and what leaves it, for a forward with these arguments; kept by their shapes.
 
         # [Note: lengths that grow]
@@ -146,7 +148,7 @@ class Stages:
         """What comes into each stage, and after them nothing."""
         lengths: list[int] = []
         key = self.model.training, _autocast(), _key(arguments, lengths)
-        if self.plan.order.is_chain and not self.plan.order.crossings:
+        if self.plan.order.is_chain and not self.plan.order.cut_tensors:
             self._see_cuts(arguments)
         measured, at = self._shapes.setdefault(key, {}), tuple(lengths)
         if at in measured:
@@ -167,8 +169,8 @@ class Stages:
         order, run = self.plan.order, MeasureRun(self)
         with torch.no_grad():
             self._run(run, arguments)
-        crossings = tuple(run.given.get(segment, ()) for segment in range(1, len(order.calls)))
-        self.plan = replace(self.plan, order=replace(order, crossings=crossings))
+        cut_tensors = tuple(run.given.get(segment, ()) for segment in range(1, len(order.calls)))
+        self.plan = replace(self.plan, order=replace(order, cut_tensors=cut_tensors))
 
     def num_skipped(self, arguments: Mapping[str, Any]) -> int:
         """How many segments, from the first on, do not run: those of an encoder whose output is given."""
@@ -273,7 +275,7 @@ def _extrapolate(measured: Mapping[Lengths, Cuts], lengths: Lengths) -> Cuts | N
         return None
 
 
-def _grown(old: Travelling, new: Travelling, by: int, to: int) -> Travelling:
+def _grown(old: StageTensor, new: StageTensor, by: int, to: int) -> StageTensor:
     """Lengthen `old` by `to` in the dims in which `new` is longer by `by`.
 
     Raises:
@@ -285,7 +287,7 @@ def _grown(old: Travelling, new: Travelling, by: int, to: int) -> Travelling:
     return replace(old, shape=tuple(size + to * bool(each) for size, each in zip(old.shape, grown, strict=True)))
 
 
-def _check_sent(values: Sequence[Tensor], expected: Sequence[Travelling], layer: str) -> None:
+def _check_sent(values: Sequence[Tensor], expected: Sequence[StageTensor], layer: str) -> None:
     sent = [(tuple(value.shape), value.dtype) for value in values]
     if any(isinstance(value, Absent) for value in values) or sent != [(each.shape, each.dtype) for each in expected]:
         raise LayoutError(

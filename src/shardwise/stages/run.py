@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from transformers.utils import ModelOutput
 
 from shardwise.errors import LayoutError, UnsupportedError
-from shardwise.plan.pipeline_plan import Crossing
+from shardwise.plan.pipeline_plan import CutTensor
 from shardwise.runtime.adapters import unwrapped
 from shardwise.runtime.arguments import argument_names, change_each, edited, hidden_name
 from shardwise.runtime.modes import leave_mode
@@ -32,7 +32,7 @@ from shardwise.stages.anchors import find_tensor, is_dropout, made_by, named_arg
 if TYPE_CHECKING:
     from shardwise.stages.model import Stages
 
-__all__ = ["ComputeRun", "MeasureRun", "Module", "Outgoing", "Own", "StageRun", "Travelling"]
+__all__ = ["ComputeRun", "MeasureRun", "Module", "Outgoing", "Own", "StageRun", "StageTensor"]
 
 Own = Callable[..., Any]
 
@@ -41,7 +41,7 @@ _MAIN_OUTPUTS = ("loss", "logits", "last_hidden_state")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Travelling:
+class StageTensor:
     """One tensor that is sent from a stage to the next.
 
     Attributes:
@@ -152,9 +152,9 @@ class StageRun:
         """The next layer is the first one after a cut. Returns what is sent there where this run ends."""
         raise NotImplementedError
 
-    def crossings(self, segment: int) -> tuple[Crossing, ...]:
+    def cut_tensors(self, segment: int) -> tuple[CutTensor, ...]:
         """What crosses the cut before a segment."""
-        return self.order.crossings[segment - 1] if 0 < segment <= len(self.order.crossings) else ()
+        return self.order.cut_tensors[segment - 1] if 0 < segment <= len(self.order.cut_tensors) else ()
 
     def forward(self, own: Own, args: Any, kwargs: Any) -> Any:
         """The model's own forward, as far as this stage goes."""
@@ -210,10 +210,10 @@ class StageRun:
                 raise _StageEnd(outgoing)
         self.segment += 1
 
-    def _computed(self, segment: int) -> list[tuple[Crossing, Tensor]]:
+    def _computed(self, segment: int) -> list[tuple[CutTensor, Tensor]]:
         """What crosses a cut in this run: in another mode, and with other arguments, more may be computed or less."""
-        found = ((crossing, self.found[crossing.anchor]) for crossing in self.crossings(segment))
-        return [(crossing, value) for crossing, value in found if value is not None]
+        found = ((cut_tensor, self.found[cut_tensor.anchor]) for cut_tensor in self.cut_tensors(segment))
+        return [(cut_tensor, value) for cut_tensor, value in found if value is not None]
 
     def _note_arguments(self, arguments: dict[str, Any]) -> None:
         self.hidden = f"input:{hidden_name(arguments)}"
@@ -290,15 +290,15 @@ class ComputeRun(StageRun):
     ) -> None:
         self.first, self.last, self.received, self.travels = first, last, received, travels
         self.order = stages.plan.order
-        wanted = {crossing.anchor for cut in (first, last) if cut is not None for crossing in self.crossings(cut)}
+        wanted = {cut_tensor.anchor for cut in (first, last) if cut is not None for cut_tensor in self.cut_tensors(cut)}
         super().__init__(stages, wanted, skipped=skipped, is_foreign=first > max(0, skipped - 1))
 
-    def crossings(self, segment: int) -> tuple[Crossing, ...]:
+    def cut_tensors(self, segment: int) -> tuple[CutTensor, ...]:
         """What crosses the cut before a segment, and is not given by the caller."""
-        crossings = super().crossings(segment)
+        cut_tensors = super().cut_tensors(segment)
         if self.travels is None:
-            return crossings
-        return tuple(each for each in crossings if each.anchor in self.travels.get(segment, ()))
+            return cut_tensors
+        return tuple(each for each in cut_tensors if each.anchor in self.travels.get(segment, ()))
 
     def reach_cut(self) -> tuple[Tensor, ...] | None:
         """Ends the stage, or begins it, where this is its own cut."""
@@ -313,11 +313,11 @@ class ComputeRun(StageRun):
         expected = self._computed(self.first)
         if len(expected) != len(self.received):
             raise _not_found(self.order.calls[self.first], len(self.received), len(expected))
-        for (crossing, absent), value in zip(expected, self.received, strict=True):
+        for (cut_tensor, absent), value in zip(expected, self.received, strict=True):
             if not isinstance(absent, Absent):
-                raise _not_found(crossing.anchor, 1, 0)
-            absent.value = value.clone() if crossing.is_written else value
-            if crossing.anchor == self.hidden:
+                raise _not_found(cut_tensor.anchor, 1, 0)
+            absent.value = value.clone() if cut_tensor.is_written else value
+            if cut_tensor.anchor == self.hidden:
                 self._enter_stack(absent)
         for (module, name), own in self.stages.absent.items():
             own.value = module._parameters[name]  # where it was handed to this layer
@@ -344,32 +344,32 @@ class MeasureRun(StageRun):
 
     def __init__(self, stages: Stages, *, skipped: int = 0) -> None:
         self.order, starts = stages.plan.order, stages.plan.starts[1:]
-        wanted = {crossing.anchor for start in starts for crossing in self.crossings(start)}
+        wanted = {cut_tensor.anchor for start in starts for cut_tensor in self.cut_tensors(start)}
         super().__init__(stages, wanted, skipped=skipped, is_foreign=True)
         self.skipped = skipped
-        self.seen: list[tuple[Travelling, ...]] = [() for start in starts if start < skipped]
-        self.given: dict[int, tuple[Crossing, ...]] = {}
+        self.seen: list[tuple[StageTensor, ...]] = [() for start in starts if start < skipped]
+        self.given: dict[int, tuple[CutTensor, ...]] = {}
 
     def reach_cut(self) -> tuple[Tensor, ...] | None:
         """Notes what crosses the cut; ends at the last one."""
-        crossing = self._computed(self.segment)
-        kept = [pair for pair in crossing if not self.skipped or isinstance(pair[1], Absent)]
+        cut_tensor = self._computed(self.segment)
+        kept = [pair for pair in cut_tensor if not self.skipped or isinstance(pair[1], Absent)]
         self.seen.append(tuple(self._travelling(*pair) for pair in kept))
         return () if self.segment == self.stages.plan.starts[-1] else None
 
     def _note_arguments(self, arguments: dict[str, Any]) -> None:
         if self.order.is_chain:
             absent = [path for path, value in named_tensors(arguments) if isinstance(value, Absent)]
-            self.given[self.segment] = tuple(Crossing(anchor=f"input:{path}") for path in absent)
+            self.given[self.segment] = tuple(CutTensor(anchor=f"input:{path}") for path in absent)
         super()._note_arguments(arguments)
 
-    def _travelling(self, crossing: Crossing, value: Tensor) -> Travelling:
+    def _travelling(self, cut_tensor: CutTensor, value: Tensor) -> StageTensor:
         shape = list(value.shape)
         context = self.stages.context
-        if context is not None and self.segment in self.stages.split and crossing.anchor == self.hidden:
+        if context is not None and self.segment in self.stages.split and cut_tensor.anchor == self.hidden:
             shape[1] = -(-shape[1] // context.tp.size)
-        needs = crossing.needs_gradient and value.dtype.is_floating_point
-        return Travelling(shape=tuple(shape), dtype=value.dtype, needs_gradient=needs, anchor=crossing.anchor)
+        needs = cut_tensor.needs_gradient and value.dtype.is_floating_point
+        return StageTensor(shape=tuple(shape), dtype=value.dtype, needs_gradient=needs, anchor=cut_tensor.anchor)
 
 
 def _not_found(what: str, sent: int, computed: int) -> UnsupportedError:

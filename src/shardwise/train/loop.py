@@ -17,10 +17,10 @@ from typing import Literal, Protocol
 
 import torch
 
-from shardwise.data.ahead import BatchesAhead
+from shardwise.data.ahead import PrefetchLoader
 from shardwise.errors import BatchError, GradientError
 from shardwise.estimate.flops import peak_flops
-from shardwise.optim.late import Late
+from shardwise.optim.host_copy import HostCopy
 from shardwise.train.run_config import OptimizerConfig, lr_factor
 from shardwise.train.step import StepResult
 
@@ -143,9 +143,9 @@ def run_loop(
             is_last = index + 1 == num_steps
             factor = lr_factor(settings.schedule, step=index, num_steps=num_steps)
             step = _run_step(parts, index + 1, lr=settings.lr, factor=factor, max_grad_norm=settings.max_grad_norm)
-            if isinstance(parts.batches, BatchesAhead) and not is_last:
+            if isinstance(parts.batches, PrefetchLoader) and not is_last:
                 parts.batches.fetch()
-            told.tell_sent()
+            told.flush_copied()
             told.add(step)
             if parts.evaluate is not None and eval_every and ((index + 1) % eval_every == 0 or is_last):
                 told.tell(eval_loss=parts.evaluate)
@@ -178,7 +178,7 @@ class _Records:
         self.last: StepRecord | None = None
         self._parts, self._reporters = parts, list(reporters)
         self._waiting: list[_Step] = []
-        self._sent: list[tuple[list[_Step], Late]] = []
+        self._sent: list[tuple[list[_Step], HostCopy]] = []
 
     def add(self, step: _Step) -> None:
         """Keeps a step."""
@@ -191,7 +191,7 @@ class _Records:
         pairs = [
             torch.stack([step.result.loss.to(device).double(), step.grad_norm.to(device).double()]) for step in steps
         ]
-        self._sent.append((steps, Late(torch.stack(pairs))))
+        self._sent.append((steps, HostCopy(torch.stack(pairs))))
 
     def tell(self, *, eval_loss: Callable[[], float] | None = None) -> None:
         """Reports all that wait, in their order; with the last one, what is evaluated now.
@@ -201,9 +201,9 @@ class _Records:
         """
         if self._waiting:
             self.send()
-        self.tell_sent(eval_loss=eval_loss)
+        self.flush_copied(eval_loss=eval_loss)
 
-    def tell_sent(self, *, eval_loss: Callable[[], float] | None = None) -> None:
+    def flush_copied(self, *, eval_loss: Callable[[], float] | None = None) -> None:
         """As `tell`, of what has been sent."""
         sent, self._sent = self._sent, []
         for steps, late in sent:

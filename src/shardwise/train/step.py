@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.agree import Agreement, agree
 from shardwise.comm.operations import all_reduce_
-from shardwise.data.ahead import SentBatch, send
+from shardwise.data.ahead import DeviceBatch, send
 from shardwise.data.batch import (
     Count,
     TargetWeights,
@@ -33,7 +33,7 @@ from shardwise.loss.deferred_logits import dropped_output
 from shardwise.loss.label_use import check_label_use, check_model_divides
 from shardwise.mesh import Mesh
 from shardwise.optim.gradients import gradients_of
-from shardwise.optim.late import Late
+from shardwise.optim.host_copy import HostCopy
 from shardwise.optim.summing import multiply_gradients, time_reduction
 from shardwise.parameters.registry import registry_of
 from shardwise.pipeline.outputs import check_asked_outputs
@@ -41,7 +41,7 @@ from shardwise.pipeline.runner import PipelineRunner, runner_of
 from shardwise.pipeline.stage import Microbatch
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.host_masks import host_mask_of, read_host_mask, take_host_masks
-from shardwise.runtime.same_batch import agree_over_data, check_same_batch, compared_already, describe_call
+from shardwise.runtime.same_batch import agree_over_data, call_fingerprint, check_same_batch, compared_already
 from shardwise.schedule.schedule import Schedule
 from shardwise.topology.axes import DATA_AXES
 
@@ -63,7 +63,7 @@ class _Late:
                 raise AttributeError  # so that dataclasses see no default
             return self._default[0]
         value = vars(result)[self._name]
-        if isinstance(value, Late):
+        if isinstance(value, HostCopy):
             value = vars(result)[self._name] = self._kind(value.read())
         return value
 
@@ -223,7 +223,7 @@ class TrainStep:
             if group is not None:
                 all_reduce_(total, group)
         self._gradients.loss = total
-        late = [Late(value) if isinstance(value, Tensor) else value for value in (num_tokens, flops)]
+        late = [HostCopy(value) if isinstance(value, Tensor) else value for value in (num_tokens, flops)]
         return StepResult(loss=total, num_tokens=late[0], flops=late[1])
 
     def _check(self, batch: Mapping[str, Any]) -> _Checked:
@@ -265,7 +265,7 @@ class TrainStep:
         stays = self._gradients.is_late
         comparison = agree_over_data(
             self.mesh,
-            describe_call(self._registry.context, described),
+            call_fingerprint(self._registry.context, described),
             fault=fault,
             numbers=() if stays else [int(number) for number in numbers],
         )
@@ -287,7 +287,7 @@ class TrainStep:
 
     def _place(self, batch: Mapping[str, Any], checked: _Checked) -> list[dict[str, Any]]:
         """The microbatches on the device, with masks that the host knows."""
-        if isinstance(batch, SentBatch):
+        if isinstance(batch, DeviceBatch):
             placed = batch.take()
         else:
             placed = {name: send(value, self.mesh.device) for name, value in batch.items()}
@@ -306,7 +306,7 @@ class TrainStep:
         if self._schedule is not None:
             self._run_pipeline(batch, scale, total)
             return
-        with self._gradients.together(), compared_already(self._registry.context):
+        with self._gradients.no_sync(), compared_already(self._registry.context):
             for number in range(len(batch)):
                 if len(batch) > 1:
                     time_reduction(self._registry, is_last=number == len(batch) - 1)
@@ -402,7 +402,7 @@ class TrainStep:
             Microbatch(self._arguments(batch, number), partial(loss_of, weight=batch.weight(number)))
             for number in range(len(batch))
         ]
-        with self._gradients.together():
+        with self._gradients.no_sync():
             self._pipeline.run(microbatches, self._schedule)
         leads = any(isinstance(x, Tensor) and x.requires_grad for part in batch.parts for x in part.values())
         _check_trains(trains=leads or self._pipeline.trains)

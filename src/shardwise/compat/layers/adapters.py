@@ -23,7 +23,7 @@ from shardwise.compat.layers.split_module import SplitModule
 from shardwise.errors import UnsupportedError
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.modes import has_dropout
-from shardwise.runtime.rng import seeded
+from shardwise.runtime.rng import device_rng
 from shardwise.sharding.placement import split_sections
 
 __all__ = ["register_split_layers"]
@@ -164,5 +164,5 @@ def _own_stream(module: nn.Module, context: SplitContext) -> Iterator[None]:
         yield
         return
     seed = int(torch.empty((), dtype=torch.int64).random_()) + 1 + context.tp.coord
-    with seeded(context.device, seed):
+    with device_rng(context.device, seed):
         yield

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from shardwise.api.prepare import complete_split
 from shardwise.api.sources import Place, fill_later
-from shardwise.comm.agree import raise_on_all_ranks, run_in_turns
+from shardwise.comm.agree import raise_on_all_ranks, run_serially
 from shardwise.compat.layers.grouped import note_heads
 from shardwise.compat.layers.split_module import SplitModule, by_hand, layout_of, running_alone
 from shardwise.errors import LayoutError, UnsupportedError
@@ -83,7 +83,7 @@ def build_in_turns(
         return model
 
     turn, num_turns = mesh.rank // ranks_at_a_time, -(-mesh.shape.world_size // ranks_at_a_time)
-    model = run_in_turns(built, mesh.group(), turn=turn, num_turns=num_turns, doing="building the model")
+    model = run_serially(built, mesh.group(), turn=turn, num_turns=num_turns, doing="building the model")
     assert model is not None
     device = torch.device("cpu") if mesh.size("pp") > 1 else mesh.device
     if on_meta and fill is not None:

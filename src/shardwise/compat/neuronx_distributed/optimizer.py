@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.agree import run_in_turns
+from shardwise.comm.agree import run_serially
 from shardwise.compat.neuronx_distributed.parallel_layers.checkpointing import read_tree, write_tree
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import (
     check_data_groups,
@@ -99,7 +99,7 @@ class NeuronZero1Optimizer(NxDOptimizer):
         mesh = current_mesh()
         turn, num_turns = (mesh.data_rank, mesh.data_size) if save_serially else (0, 1)
         write = lambda: write_tree(self.state_dict(), _place(output_dir))  # noqa: E731
-        run_in_turns(write, mesh.group(), turn=turn, num_turns=num_turns, doing="saving its states")
+        run_serially(write, mesh.group(), turn=turn, num_turns=num_turns, doing="saving its states")
 
     def load_sharded_state_dict(self, output_dir: str | os.PathLike[str], num_workers_per_step: int = 8) -> None:
         """Reads what `save_sharded_state_dict` wrote on this rank; on as many data ranks.
@@ -117,7 +117,7 @@ class NeuronZero1Optimizer(NxDOptimizer):
         mesh = current_mesh()
         turn, num_turns = mesh.rank // num_workers_per_step, -(-mesh.shape.world_size // num_workers_per_step)
         read = lambda: self.load_state_dict(read_tree(_place(output_dir)))  # noqa: E731
-        run_in_turns(read, mesh.group(), turn=turn, num_turns=num_turns, doing="loading optimizer states")
+        run_serially(read, mesh.group(), turn=turn, num_turns=num_turns, doing="loading optimizer states")
 
 
 def _place(directory: str | os.PathLike[str]) -> Path:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from shardwise.comm.agree import run_in_turns
+from shardwise.comm.agree import run_serially
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.errors import ConfigError, LoadError, one_line
 from shardwise.plan.options import check_kind
@@ -54,7 +54,7 @@ def save(
     if down_cast_bf16:
         tree = tree_map_only(Tensor, lambda each: each.bfloat16() if each.is_floating_point() else each, tree)
     turn = mesh.coord("pp") * mesh.size("tp") + mesh.coord("tp") if save_serially else 0
-    run_in_turns(
+    run_serially(
         lambda: write_tree(tree, _place(save_dir, master_dp_only=master_dp_only)),
         mesh.group(),
         turn=-1 if mesh.data_rank and master_dp_only else turn,
@@ -103,7 +103,7 @@ def load(
         target.load_state_dict(state.pop(model_key))
         return state
 
-    return run_in_turns(read, mesh.group(), turn=mesh.coord("tp"), num_turns=mesh.size("tp"), doing="loading")
+    return run_serially(read, mesh.group(), turn=mesh.coord("tp"), num_turns=mesh.size("tp"), doing="loading")
 
 
 def _place(directory: str | os.PathLike[str], *, master_dp_only: bool) -> Path:

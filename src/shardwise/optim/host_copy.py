@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Late"]
+__all__ = ["HostCopy"]
 
 
-class Late:
+class HostCopy:
     """A tensor that is copied to the host when the device has computed it, while both go on.
 
     Args:
