@@ -82,7 +82,7 @@ def stub_runner(mesh, name, *, num_microbatches=8, num_stages_per_rank=None, fai
     order = LayerOrder(calls=calls, uses={}, cut_tensors=())
     plan = PipelinePlan(order=order, schedule=name, starts=tuple(range(len(rank_of))), rank_of=rank_of)
     model = Blocks(len(rank_of), drops)
-    own = plan.stages_holding(mesh.coord("pp"))
+    own = plan.stages_on(mesh.coord("pp"))
     for number, block in enumerate(model.blocks):
         if number not in own:
             block.to("meta")

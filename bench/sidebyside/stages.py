@@ -120,7 +120,7 @@ def _measure_bubble(mesh: shardwise.Mesh, name: str, num_microbatches: int, slee
     plan = PipelinePlan(order=order, schedule=name, starts=tuple(range(len(rank_of))), rank_of=rank_of)
     layers = 24 // (len(rank_of) // pp_size)
     build = (lambda: _Multiplying(layers)) if sleep_seconds is None else (lambda: _Sleeping(sleep_seconds))
-    stages = _Row(plan.stages_of(mesh.coord("pp")), len(rank_of), build)
+    stages = _Row(plan.stages_on(mesh.coord("pp")), len(rank_of), build)
     plain: Any = None  # these stages need no plan of a model
     registry = Registry(mesh=mesh, plan=plain, context=SplitContext(device=mesh.device))
     runner = PipelineRunner(stages.modules, registry, plan, stages)

@@ -51,7 +51,7 @@ def train_stub(mesh, name, count):
         whole.zero_grad()
         for part in parts:
             whole(**part.arguments).backward()
-        with CommunicationCount(group=runner._line.group) as counted:
+        with CommunicationCount(group=runner._p2p.group) as counted:
             runner.run(parts, runner.schedule(count))
         sent.append((counted.num_calls("send"), counted.num_calls("receive"), counted.num_calls()))
         for number in runner.stages.own:

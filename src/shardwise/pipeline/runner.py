@@ -89,8 +89,8 @@ class PipelineRunner:
         self.group = group
         self._model, self._registry = model, registry
         self._kept: dict[tuple[str, int], tuple[Any, list[PipelineStage]]] = {}
-        self._line = _P2PGroup(mesh.new_group("pp"))
-        self._line.users.add(self)
+        self._p2p = _P2PGroup(mesh.new_group("pp"))
+        self._p2p.users.add(self)
         self.name = str(next(_NUMBERS))
         self.last_run = ScheduleRun(parts=())
         self.last_schedule: Schedule | None = None
@@ -102,7 +102,7 @@ class PipelineRunner:
         copied._model, copied._registry, copied.stages = copy.deepcopy((self._model, self._registry, self.stages), memo)
         copied._kept, copied.last_run, copied.last_schedule = {}, ScheduleRun(parts=()), None
         copied.name = str(next(_NUMBERS))
-        self._line.users.add(copied)
+        self._p2p.users.add(copied)
         return copied
 
     def schedule(self, num_microbatches: int) -> Schedule:
@@ -201,7 +201,7 @@ class PipelineRunner:
         return runtime, stages
 
     def _stage(self, number: int, *, splits: bool) -> PipelineStage:
-        assert self._line.group is not None
+        assert self._p2p.group is not None
         root = self._registry.stage_roots.get(number, self._model)
         return PipelineStage(
             self.stages,
@@ -209,16 +209,16 @@ class PipelineRunner:
             rank_of=self.plan.rank_of,
             root=root,
             context=self._registry.context,
-            group=self._line.group,
+            group=self._p2p.group,
             splits=splits,
             enters_root=number in self._registry.stage_roots,
         )
 
     def _check_unbroken(self) -> None:
-        if self._line.broken is not None:
+        if self._p2p.broken is not None:
             raise RankError(
                 "this pipeline has failed before",
-                why=f"{self._line.broken}; what ranks had sent each other then would be taken for the next step's",
+                why=f"{self._p2p.broken}; what ranks had sent each other then would be taken for the next step's",
                 fix="start the job again",
             )
 
@@ -229,7 +229,7 @@ class PipelineRunner:
             try:
                 yield
             except BaseException as error:
-                self._line.abort(f"{type(error).__name__}: {error}".splitlines()[0])
+                self._p2p.abort(f"{type(error).__name__}: {error}".splitlines()[0])
                 raise
 
     def forget_stages(self) -> None:

@@ -18,6 +18,7 @@ __all__ = ["from_json", "to_json"]
 
 _PLAIN = frozenset((str, int, float, bool, NoneType))
 _KINDS: dict[str, type] = {"replicate": Replicate, "held": OnCoords, "chunk": Chunk, "split": Split}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def to_json(value: Any) -> Any:
@@ -29,7 +30,7 @@ def to_json(value: Any) -> Any:
     if hasattr(value, "to_json"):
         return value.to_json()
     if is_dataclass(value):
-        kind = {"kind": type(value).__name__.lower()} if isinstance(value, Placement) else {}
+        kind = {"kind": _NAMES[type(value)]} if isinstance(value, Placement) else {}
         return kind | {each.name: to_json(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, Mapping):
         return {name: to_json(each) for name, each in value.items()}
