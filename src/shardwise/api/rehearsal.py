@@ -124,10 +124,10 @@ class RehearsedStage:
     """What one stage of a pipeline does in one microbatch.
 
     Attributes:
-        held_bytes: what it keeps between forward and backward, what it received and sent included.
-        num_sent: tensors that it sends to the next stage.
-        sent_bytes: of these together.
-        tp: what its forward and its backward communicate over tp.
+        held_bytes: bytes kept between forward and backward, including received and sent tensors.
+        num_sent: number of tensors sent to the next stage.
+        sent_bytes: bytes of the sent tensors.
+        tp: collectives over tp in forward and backward.
     """
 
     held_bytes: int

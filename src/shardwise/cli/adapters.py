@@ -33,7 +33,7 @@ def adapter_of(config: TrainConfig) -> Any:
 
 
 def export_mode(config: TrainConfig) -> str | None:
-    """What `export` writes of a model with an adapter; None without an adapter."""
+    """The `adapter=` argument of `export_pretrained` for a model with an adapter; None for a model without one."""
     return None if config.adapter is None else config.adapter.get("export", "only")
 
 

@@ -49,7 +49,7 @@ class DataSource(Generic[Item]):
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """A tokenizer, as far as it matters here.
+    """The parts of a tokenizer that packing uses.
 
     Attributes:
         encode: texts -> token ids of each, without special tokens.

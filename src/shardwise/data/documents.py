@@ -93,10 +93,10 @@ def text_documents(
 
 
 def write_documents(path: Path, documents: Iterable[Document]) -> None:
-    """Writes `documents` to `path`, which appears only when it is complete; those without a target are an error.
+    """Writes `documents` to `path`. The file appears when it is complete. A document without a target is an error.
 
     Raises:
-        LoadError: there are none, or `path` cannot be written; and what reading them raises.
+        LoadError: there are no documents, or `path` cannot be written. Errors of reading `documents` propagate.
     """
     start = num_tokens = checksum = 0
     first_target: int | None = None

@@ -190,8 +190,9 @@ them; values decide."""
 
 
 def experts_of(facts: ModelFacts, module: str, shape: Sequence[int]) -> tuple[int, int]:
-    """How many experts a token goes through, and how many there are, where a module's parameter is that of one expert,
-    or of all of them stacked; (1, 1) elsewhere.
+    """Returns the number of experts that process each token, and the number of all experts, for a parameter of experts.
+
+    Returns (1, 1) for other parameters. Parameters may belong to one expert or stack all experts.
     """
     around = [name for name in upwards(module) if name in facts.modules]
     lists = [name for name in around if facts.modules[name].kind == "list"]

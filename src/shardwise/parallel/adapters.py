@@ -44,7 +44,7 @@ def apply_adapters(model: nn.Module, registry: Registry) -> None:
 
 
 class SplitAdapter:
-    """Mixin of adapters around a module of a split model: ones that come in later are split at once."""
+    """Mixin of a PEFT layer in a split model. It splits adapters that are added after the model was split."""
 
     _fqn: str
     _registry: Registry

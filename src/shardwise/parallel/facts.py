@@ -259,8 +259,9 @@ def _name_of(model: nn.Module, part: nn.Module | None) -> str | None:
 
 
 def find_conditional_layers(model: nn.Module, facts: ModelFacts) -> frozenset[str]:
-    """The layers that run only for batches with images or sound. A model that takes some beside tokens has them outside
-    of its decoder, and in it where they attend to images alone.
+    """Finds the layers that run only for batches with images or sound.
+
+    In a model with text inputs these are the layers outside of its decoder, and the decoder's cross-attention layers.
     """
     takes = inspect.signature(model.forward).parameters
     media = [each for name, each in takes.items() if is_medium(name)]

@@ -33,8 +33,10 @@ __all__ = [
 
 
 def put_tensor(model: nn.Module, registry: Registry, fqn: str, value: Tensor) -> None:
-    """Makes `value` this rank's parameter or buffer `fqn`, under those of its names that this rank's stages use, in the
-    dtype that it is kept in.
+    """Puts `value` into the model as parameter or buffer `fqn`, under every name that this rank's stages use for it.
+
+    Args:
+        value: this rank's part, any dtype; cast to the dtype in which the model keeps it.
     """
     value = value.to(registry.frozen.get(fqn, value.dtype))
     owner, _, name = fqn.rpartition(".")

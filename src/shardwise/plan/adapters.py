@@ -97,10 +97,10 @@ def _crossing(cut_tensor: CutTensor, names: _Names) -> CutTensor:
 
 
 def plan_adapter(adapted: Adapted, base: ParameterPlan, *, tp_size: int) -> dict[str, ParameterPlan]:
-    """How the parameters of the adapters around one weight are stored over tp, by FQN.
+    """Plans how tp splits the parameters of the adapters around one weight. Returns plans by FQN.
 
     Args:
-        base: how that weight is.
+        base: the plan of the weight.
 
     Raises:
         PlanError: they read the full weight, or it is split along neither of its features.

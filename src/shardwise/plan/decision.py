@@ -127,7 +127,7 @@ class SplitPlan:
         return frozenset().union(*(self.names_of_stage(stage) for stage in self.pipeline.stages_on(coord)))
 
     def names_of_stage(self, stage: int) -> frozenset[str]:
-        """The names, tied aliases by their own, under which a stage of the pipeline holds parameters."""
+        """Names of the parameters that a pipeline stage holds. A tied parameter has all names that the stage uses."""
         return frozenset(name for name, stages in self._stages_of_names.items() if stage in stages)
 
     def stages_holding(self, name: str) -> tuple[int, ...]:

@@ -70,7 +70,7 @@ def _row(same: Sequence[ParameterPlan]) -> tuple[str, ...]:
 
 
 def table(rows: Sequence[tuple[str, ...]], *, has_rule: bool) -> list[str]:
-    """The lines of a table of aligned columns; a rule is drawn below the first row, its header."""
+    """Formats rows as a table with aligned columns. The first row is the header, with a line below it."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rule = [tuple("-" * width for width in widths)] if has_rule else []
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (rows[0], *rule, *rows[1:])]

@@ -9,7 +9,7 @@ __all__ = ["TokenWork"]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenWork:
-    """What one token is multiplied with in a model.
+    """Number of weight and attention elements that one token is multiplied with, for model FLOPs.
 
     # [Note: model FLOPs]
     A trained weight costs a token 6 operations (a multiplication and an addition in the forward, the same for the
@@ -22,7 +22,7 @@ class TokenWork:
 
     Attributes:
         trained: elements of weights that multiply and are trained.
-        frozen: of those that are not.
+        frozen: elements of weights that multiply and are frozen.
         attention: features of all query and value heads, H (Q + V), of every attention, with its window or None.
     """
 

@@ -57,7 +57,7 @@ Step = Callable[[nn.Module, Mesh, Mapping[str, Any]], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """How far a split model may be from the unsplit one.
+    """Largest allowed differences between a split model and the unsplit model.
 
     Attributes:
         loss: absolute.
@@ -267,8 +267,9 @@ def measure_narrow(
     step: Step,
     loss_of: Callable[[nn.Module, Mapping[str, Any]], Tensor],
 ) -> Difference:
-    """Relative error of all gradients together of a split model that computes in `dtype`; allowed is twice the error of
-    the unsplit model in that dtype.
+    """Measures the relative error of all gradients of a split model that computes in `dtype`, against `exact`.
+
+    The bound is twice the error of the unsplit model in the same dtype.
 
     Args:
         full: in float32.

@@ -28,7 +28,7 @@ __all__ = ["Case", "Report", "check_not_importing", "run_rank"]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """The work of the ranks of one call of `spawn`.
+    """A function call that every rank of one `spawn` runs.
 
     Attributes:
         file: of the module; None where there is none.

@@ -91,7 +91,10 @@ def free(unit: FSDPModule) -> None:
 
 
 def free_after_evaluation(root: nn.Module, *_: Any) -> None:
-    """A forward hook of a root: without gradients no backward follows; see [Note: left gathered]."""
+    """Frees gathered parameters after a forward without gradients (a forward hook of the FSDP2 root).
+
+    See [Note: left gathered].
+    """
     for unit in units_of(root) if not torch.is_grad_enabled() else ():
         free(unit)
 

@@ -98,8 +98,9 @@ def _with_local_size(x: Tensor, size: int) -> Tensor:
 
 
 def install_shares(module: nn.Module, names: tuple[str, ...], axis: Axis) -> None:
-    """Lets `module` compute with this rank's share, 1 / tp, of the parameters that it adds to partial sums.
+    """Makes the forward of `module` read the parameters called `names` divided by the size of the axis.
 
-    The parameters stay what they are; only the forward sees the shares, so gradients are partial.
+    The module adds them to partial sums, which are then summed over the axis. Stored values do not change. Their
+    gradients are partial.
     """
     read_in_forward(module, names, lambda parameter: parameter / axis.size)

@@ -54,7 +54,10 @@ __all__ = [
 
 
 class TensorEdge:
-    """The edge of a region that is given full hidden states `[batch, sequence, hidden]` or `[tokens, hidden]`."""
+    """Enters and leaves a split region whose hidden states are full on every rank.
+
+    Hidden states are `[batch, sequence, hidden]` or `[tokens, hidden]`, the same on all ranks of the axis.
+    """
 
     stack: str | None = None
 
@@ -81,7 +84,7 @@ class TensorEdge:
         return reduce_from_region(x, self.axis.group)
 
     def outside(self, x_full: Tensor) -> Tensor:
-        """What stands outside of the region of a tensor that all ranks have in full."""
+        """Converts a tensor that all ranks hold in full to the form used outside of the region: here, no change."""
         return x_full
 
     def shape(self, x: Tensor) -> tuple[int, ...]:

@@ -74,8 +74,9 @@ def build_schedule(
 
 
 def build_in_order(rank_of: Sequence[int], num_microbatches: int) -> Schedule:
-    """Any number of microbatches through stages that are held in any way: all through a stage, then through the next,
-    and back the way they came. Nothing but forwards need not be in any better order.
+    """Builds a schedule that sends all microbatches through one stage, then through the next, and backward in reverse.
+
+    It takes any number of microbatches and any placement of stages. Forwards alone need no better order.
     """
     pp_size = max(rank_of) + 1
 

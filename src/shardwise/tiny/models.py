@@ -105,7 +105,7 @@ def _uninitialized_as_nan() -> Iterator[None]:
 
 
 def set_runnable_mode(model: nn.Module, batch: Mapping[str, Any]) -> nn.Module:
-    """Puts a tiny model without dropout into eval mode, or into training mode where only that can run backward."""
+    """Puts a tiny model into eval mode, or into training mode if its backward only runs there."""
     for mode in (model.eval, model.train):
         mode()
         trial = copy.deepcopy(model)

@@ -184,11 +184,12 @@ def running_alone(model: nn.Module, mesh: Mesh) -> Iterator[None]:
 
 
 def layout_of(shape: Sequence[int], split: Split | None, mesh: Mesh, *, data_axes: bool = True) -> Layout:
-    """The layout of a parameter of a hand-written model: divided over tp, or replicated, and replicated over data ranks
-    unless the `data_axes` are left out.
+    """Builds the layout of a parameter of a hand-written model: split or replicated over tp, replicated over data axes.
 
     Args:
-        shape: full, or this rank's.
+        shape: the full shape, or the shape of this rank's part.
+        split: how tp splits it; None: replicated.
+        data_axes: whether the layout includes the data axes.
     """
     shape = tuple(shape) if split is None else (*shape[: split.dim], split.size, *shape[split.dim + 1 :])
     placements: list[tuple[str, Split | Replicate]] = [("tp", Replicate() if split is None else split)]

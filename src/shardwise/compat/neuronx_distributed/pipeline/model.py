@@ -16,7 +16,7 @@ __all__ = ["NxDPPModel"]
 
 
 class NxDPPModel(NxDModel):
-    """A model that is cut into the stages of a pipeline, in place; this rank holds its own stages, on its device.
+    """Cuts a model into pipeline stages, in place. This rank keeps its own stages, on its device.
 
     Args:
         module: a model, real, the same on every rank, not split yet.
