@@ -65,7 +65,7 @@ def train_counted(mesh, family, name, zero_stage=1):
         part = {name: value[:1] for name, value in batch.items()} | step._defaults
         expected = [COUNT * each for each in expected_messages(runner, part)]
         watch.runs = watch.most = 0
-        with CommunicationCount() as every, CommunicationCount(group=runner._line.group) as line:
+        with CommunicationCount() as every, CommunicationCount(group=runner._p2p.group) as line:
             step(batch)
         sent = [line.num_calls(), line.bytes["send"] + line.bytes["receive"]]
         gathers = every.num_calls("all_gather", at_least_elements=SMALL)
