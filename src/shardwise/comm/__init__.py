@@ -1,1 +1,1 @@
-"""Communication: collectives as autograd pairs on plain tensors."""
+"""Communication: collectives as pairs of autograd functions on plain tensors."""

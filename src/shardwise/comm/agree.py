@@ -1,4 +1,6 @@
-"""Failing together: when one rank finds a fault, every rank raises it, so that nobody waits in the next collective."""
+"""Collective error handling: if one rank finds a fault, every rank raises it, so that no rank waits in the next
+collective.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +46,11 @@ _LONGEST_WORK = datetime.timedelta(days=7)
 
 @contextmanager
 def raise_on_all_ranks(group: Group | None, doing: str) -> Iterator[None]:
-    """Runs a block that does not communicate; if it raises on some rank, the lowest such rank's error is raised on all.
+    """Context manager: if the block raises on any rank, the error of the lowest such rank is raised on all ranks.
 
     Args:
-        group: of the ranks that run the block; None where there is one.
-        doing: what the block does, for the message of ranks that had no part in the fault.
+        group: ranks that run the block, which must not communicate; None for one rank.
+        doing: what the block does, for the message on other ranks.
 
     Communicates: one gather of a small object over the group, at the end of the block.
     """
@@ -66,11 +68,12 @@ def raise_on_all_ranks(group: Group | None, doing: str) -> Iterator[None]:
 
 
 def gather_from_all(group: Group | None, doing: str, make: Callable[[], _Result]) -> list[_Result]:
-    """What `make` returns on every rank of `group`, in rank order: small and picklable. Where it raises on some rank,
-    the lowest such rank's error is raised on all.
+    """Results of `make` on every rank of `group`, in rank order. They must be small and picklable.
+
+    If `make` raises on any rank, the error of the lowest such rank is raised on all ranks.
 
     Args:
-        doing: what `make` does, for the message of ranks that had no part in the fault.
+        doing: what `make` does, for the message on other ranks.
 
     Communicates: one gather of a small object over the group.
     """
@@ -93,16 +96,15 @@ def gather_from_all(group: Group | None, doing: str, make: Callable[[], _Result]
 def run_serially(
     work: Callable[[], _Result], group: Group | None, *, turn: int, num_turns: int, doing: str
 ) -> _Result | None:
-    """Runs `work` on the ranks of turn 0, then on those of turn 1, and so on: not all at the same time. It must not
-    communicate, and a rank whose `turn` is none of them does not run it.
+    """Runs `work` on the ranks of turn 0, then on those of turn 1, and so on. `work` must not communicate.
 
     Returns:
-        What `work` did; None where it was not run.
+        The result of `work`; None if this rank's `turn` is not in `range(num_turns)`.
 
     Raises:
-        Exception: what `work` raised on some rank, on all of them; see `raise_on_all_ranks`.
+        Exception: the error of the lowest rank on which `work` raised, on all ranks.
 
-    Communicates: one gather of a small object over the group for every turn.
+    Communicates: one gather of a small object over the group per turn.
     """
     result: _Result | None = None
     for current in range(num_turns):
@@ -113,13 +115,13 @@ def run_serially(
 
 
 def run_on_local_rank_0(work: Callable[[], None], *, local_rank: int) -> None:
-    """Runs `work` on the ranks whose `local_rank` is 0; returns on every rank when all of them are done.
+    """Runs `work` on the ranks whose `local_rank` is 0. Returns on every rank when all are done.
 
     Raises:
-        Exception: what `work` raised, on every rank; a RankError in its place where it cannot travel.
+        Exception: the error of `work`, on every rank; a RankError if the error cannot be pickled.
 
-    Communicates: an all-gather of the outcome over all ranks, on a gloo group of its own: tokenizing may take longer
-    than any collective of the training may.
+    Communicates: one all-gather of the outcome over all ranks, on its own gloo group: tokenizing may take longer than
+    the timeout of the training's collectives.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()
@@ -143,26 +145,27 @@ def agree(
     numbers: Sequence[int] = (),
     error: type[ShardwiseError] = RankError,
 ) -> list[list[int]]:
-    """Raises the same error on every rank of `group` unless all ranks have the same `fields` and none has a fault.
+    """Raises the same error on every rank of `group` unless all ranks have equal `fields` and no rank has a fault.
 
     Args:
-        fields: texts by the names of what they describe.
+        fields: texts to compare, by name.
         doing: what the ranks do, for messages about a rank that is missing or failed.
-        what, fix: the error where fields differ; it names the first that does, and its text on which ranks.
-        fault: what went wrong on this rank; the lowest such rank's is raised on all.
-        numbers: at most two, as many on every rank.
+        what, fix: message and remedy if fields differ. The error also names the first differing field and its text on
+            each rank.
+        fault: this rank's error, or None. The error of the lowest such rank is raised on all.
+        numbers: at most two integers, as many on every rank.
 
     Returns:
         The numbers of every rank, in rank order.
 
-    Communicates: one all-gather of 40 bytes; where ranks do not agree, a gather of small objects.
+    Communicates: one all-gather of 40 bytes; if ranks disagree, also a gather of small objects.
     """
     terms = Agreement(group, fields, doing=doing, what=what, fix=fix, fault=fault, numbers=numbers, error=error)
     return terms.wait()
 
 
 class Agreement:
-    """An `agree` under way: `wait` ends it. Between the two the host does other work."""
+    """An asynchronous `agree`: the constructor starts it, `wait` ends it."""
 
     def __init__(
         self,
@@ -190,10 +193,10 @@ class Agreement:
         self._work = all_gather_later(self._everyone, mine, group)
 
     def wait(self, *, is_late: bool = False) -> list[list[int]]:
-        """What `agree` returns or raises.
+        """Returns or raises like `agree`.
 
         Args:
-            is_late: whether a rank with a fault has raised it already, and takes part in nothing more.
+            is_late: whether a rank with a fault has raised it already and joins no further collective.
         """
         if self._group is None:
             if self._fault is not None:
@@ -215,7 +218,7 @@ class Agreement:
         return [numbers[: len(self._numbers)] for _, _, _, *numbers in everyone]
 
     def gathered(self) -> list[list[int]]:
-        """Two words of a digest, whether there is a fault, and the numbers, of every rank."""
+        """Two words of the fields' digest, whether there is a fault, and the numbers, of every rank."""
         assert self._group is not None
         self._work.wait()
         if isinstance(self._everyone, FakeTensor):
@@ -237,14 +240,14 @@ def agree_on(
     fix: str,
     error: type[ShardwiseError] = RankError,
 ) -> _Result:
-    """Runs `make` and returns its result, once it has succeeded on every rank with the same fields.
+    """Runs `make` and returns its result if it succeeds on every rank with equal fields.
 
     Args:
-        make: returns the result, which stays on this rank, and the fields; does not communicate.
-        doing, what, fix, error: as `agree` takes them.
+        make: returns the result, which stays on this rank, and the fields; must not communicate.
+        doing, what, fix, error: see `agree`.
 
     Raises:
-        Exception: what `make` raised on the lowest rank where it did, on all of them.
+        Exception: the error of the lowest rank on which `make` raised, on all ranks.
         ShardwiseError: fields differ.
 
     Communicates: what `agree` does.
@@ -261,7 +264,7 @@ def agree_on(
 
 
 def check_calls(group: Group | None, fields: Mapping[str, str], *, doing: str) -> None:
-    """Raises on every rank unless all call the function named `doing`, with the same `fields`.
+    """Raises on every rank unless all ranks call the function named `doing` with equal `fields`.
 
     Communicates: what `agree` does.
     """
@@ -281,7 +284,7 @@ _SAME_ON_ALL = "pass the same on every rank; what belongs to a rank alone is not
 def _difference(
     everyone: Sequence[Mapping[str, Any]], *, what: str, fix: str, error: type[ShardwiseError]
 ) -> ShardwiseError:
-    """The error for fields that differ: it names the first that does, and says what it is on which ranks."""
+    """Error that names the first differing field and its text on each rank."""
     names = list(dict.fromkeys(name for said in everyone for name in said["same"]))
     differing = (name for name in names if len({said["same"].get(name) for said in everyone}) > 1)
     name = next(differing, "the order of the parts")
@@ -296,7 +299,7 @@ def _difference(
 
 
 def _device_of(group: Group) -> torch.device:
-    """Where small values of a group are communicated: on the host if the group can."""
+    """Device for small values of a group: the CPU if the group supports it."""
     devices = group._device_types
     return torch.device("cpu") if not devices or torch.device("cpu") in devices else devices[0]
 
@@ -311,18 +314,19 @@ def meet(
     looks_at: str,
     why: str,
 ) -> None:
-    """Waits until every rank of `group` has come to `place`, which all call by the same name and visit once: before a
-    collective that the code of a caller starts by looking at a tensor.
+    """Waits until every rank of `group` has called this with the same `place`. Each place is used once.
+
+    Called before a collective that user code starts by reading a tensor.
 
     Args:
-        timeout: of the mesh: how long one rank may do something else.
-        after: the place where all have met last; its name is forgotten.
-        who, looks_at, why: for the error: who must look at what, and why all of them must.
+        timeout: timeout of the mesh.
+        after: place of the previous meeting; its key is deleted.
+        who, looks_at, why: parts of the error message.
 
     Raises:
         RankError: some ranks have not come in time.
 
-    Communicates: nothing but a word in the store through which the processes found each other.
+    Communicates: nothing except a key in the process group's store.
     """
     store = dist.distributed_c10d._get_default_store()
     assert group is not None, "a single rank looks at nothing of others"
@@ -347,7 +351,7 @@ def meet(
 
 
 def all_reduce_int(number: int, group: Group | None, device: torch.device) -> int:
-    """The sum of every rank's number.
+    """Sum of every rank's number.
 
     Communicates: over the group, one all-reduce of one integer.
     """

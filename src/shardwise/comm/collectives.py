@@ -1,8 +1,8 @@
-"""Collectives as autograd pairs on plain tensors: what each does forward, and what that makes it do backward.
+"""Collectives as pairs of autograd functions on plain tensors: each defines a forward and a backward collective.
 
-Two kinds of gradient meet at the edges of a split region. A gradient is *full* when every rank holds the same, complete
-value, and *partial* when the ranks' values add up to it. Inside a region everything is partial, so that one collective
-at the region's edge settles all of it:
+Two kinds of gradient meet at the edges of a split region. A gradient is *full* if every rank holds the same, complete
+value. It is *partial* if the sum of the ranks' values is the complete value. Inside a region all gradients are partial,
+so one collective at the region's edge completes all of them:
 
     function              forward          backward         gradient that arrives -> leaves
     copy_to_region        identity         all-reduce       partial -> full
@@ -13,8 +13,8 @@ at the region's edge settles all of it:
     split_full            own slice        all-gather       full -> full
     scale_gradient        identity         multiply         partial <-> full by hand
 
-Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198),
-section 4.
+Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), section
+4.
 """
 
 from __future__ import annotations
@@ -56,30 +56,32 @@ __all__ = [
 
 
 def copy_to_region(x: Tensor, group: Group | None) -> Tensor:
-    """Enters a split region: identity forward, one all-reduce of the gradient backward."""
+    """Enters a split region: identity in forward, one all-reduce of the gradient in backward."""
     if group is None or not (torch.is_grad_enabled() and x.requires_grad):
         return x
     return _Copy.apply(x, group)
 
 
 def reduce_from_region(x: Tensor, group: Group | None) -> Tensor:
-    """Leaves a split region: sums the ranks' partial results forward (in place where it may), identity backward."""
+    """Leaves a split region: sums the ranks' partial results in forward (in place if possible), identity in backward."""
     return x if group is None else _Reduce.apply(x, group)
 
 
 def gather_to_region(x: Tensor, group: Group | None, *, dim: int) -> Tensor:
-    """Enters a split region from equal parts along `dim`: all-gather forward, reduce-scatter backward."""
+    """Enters a split region from equal parts along `dim`: all-gather in forward, reduce-scatter in backward."""
     return x if group is None else _GatherToRegion.apply(x, group, dim)
 
 
 def scatter_from_region(x: Tensor, group: Group | None, *, dim: int) -> Tensor:
-    """Leaves a split region into equal parts along `dim`: reduce-scatter forward, all-gather backward."""
+    """Leaves a split region into equal parts along `dim`: reduce-scatter in forward, all-gather in backward."""
     return x if group is None else _ScatterFromRegion.apply(x, group, dim)
 
 
 def gather_full(x: Tensor, group: Group | None, *, dim: int, sizes: Sequence[int] | None) -> Tensor:
-    """Joins parts of the given (maybe unequal) `sizes` along `dim`: all-gather forward, own slice backward. With None
-    the ranks tell each other their sizes first, by an all-gather of one integer.
+    """Concatenates the ranks' parts along `dim`: all-gather in forward, own slice in backward.
+
+    Args:
+        sizes: length of each rank's part along `dim`. None: ranks exchange them first, by an all-gather of one integer.
     """
     if group is None:
         return x
@@ -89,21 +91,21 @@ def gather_full(x: Tensor, group: Group | None, *, dim: int, sizes: Sequence[int
 
 
 def split_full(x: Tensor, group: Group | None, *, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Takes this rank's part along `dim`: own slice forward, all-gather backward."""
+    """Takes this rank's part along `dim`: own slice in forward, all-gather in backward."""
     return x if group is None else _SplitFull.apply(x, group, dim, tuple(sizes))
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """Identity forward; multiplies the gradient by `factor` backward. Communicates nothing."""
+    """Identity in forward; multiplies the gradient by `factor` in backward. Communicates nothing."""
     if factor == 1.0 or not (torch.is_grad_enabled() and x.requires_grad):
         return x
     return _ScaleGradient.apply(x, factor)
 
 
 def all_gather_padded(x: Tensor, group: Group | None, *, sizes: Sequence[int], dim: int = 0) -> Tensor:
-    """All ranks' parts of `x` gathered along `dim`, where rank `r` holds `sizes[r]` there; no gradient.
+    """Concatenates the ranks' parts of `x` along `dim`, where rank `r` holds `sizes[r]` elements; no gradient.
 
-    Communicates: one all-gather of `max(sizes)` along `dim` for each rank.
+    Communicates: one all-gather of `max(sizes)` along `dim` per rank.
     """
     if group is None:
         return x
@@ -123,14 +125,15 @@ def all_gather_padded(x: Tensor, group: Group | None, *, sizes: Sequence[int], d
 def as_dtensor(
     local: Tensor, mesh: DeviceMesh | None, placements: Sequence[Placement], shape: Sequence[int]
 ) -> DTensor:
-    """The tensor of the full `shape` of which `local` is this rank's part, perhaps unevenly. Communicates nothing."""
+    """DTensor of the full `shape` with this rank's part `local`, which may be uneven. Communicates nothing."""
     stride = torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def stored_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-    """`as_dtensor` without a gradient and on the device of `local`: `DTensor.from_local` would move what is offloaded
-    to host memory to the device of the mesh.
+    """`as_dtensor` without gradient, on the device of `local`.
+
+    `DTensor.from_local` would move offloaded tensors from host memory to the mesh's device.
     """
     meta = TensorMeta(torch.Size(shape), torch.empty(tuple(shape), device="meta").stride(), local.dtype)
     return DTensor(local.detach(), DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
@@ -153,7 +156,7 @@ def _reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def _own_slice(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
-    """A copy: models write into what they are given."""
+    """Copy of this rank's slice. A copy, because models write into their inputs."""
     rank = group.rank()
     return x.narrow(dim, sum(sizes[:rank]), sizes[rank]).clone(memory_format=torch.contiguous_format)
 

@@ -1,4 +1,4 @@
-"""Counts what is communicated, as operations of torch.distributed: exact, and the same on every backend."""
+"""Counts communication as operations of torch.distributed. Counts are exact and the same on every backend."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _LOCAL_INPUT = "_c10d_functional::all_gather_into_tensor"  # its result is as ma
 
 @dataclass(frozen=True)
 class Traffic:
-    """Operations and their bytes, by what they do; `str` says both in words."""
+    """Calls and bytes by kind of operation; `str` gives both in words."""
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
@@ -59,15 +59,15 @@ class Traffic:
 
 @dataclass
 class CommunicationCount(TorchDispatchMode):
-    """While active, counts this rank's collectives, sends and receives: calls and bytes by (operation, shape).
+    """Context manager that counts this rank's collectives, sends and receives: calls by (operation, shape), and bytes.
 
-    Bytes are those of the full tensor: what is summed in an all-reduce, the result of an all-gather, the input
-    of a reduce-scatter, what is sent or received. Operations of autograd's backward are counted too where it runs
-    inside.
+    Bytes are those of the full tensor: the input of an all-reduce, the result of an all-gather, the input of a
+    reduce-scatter, the tensor sent or received. Operations of a backward inside are counted too.
 
     Attributes:
-        group: the only process group whose collectives count; None: those of all.
-        calls: (operation, shape of the tensor) to number of calls.
+        group: the process group whose collectives count; None: all groups.
+        calls: number of calls by (operation, shape of the tensor).
+        bytes: number of bytes by operation.
     """
 
     group: dist.ProcessGroup | None = None
@@ -91,7 +91,7 @@ class CommunicationCount(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _is_counted(self, args: Any) -> bool:
-        """Whether an operation is one of `group`'s: c10d's are given the group, functional ones its name."""
+        """Whether an operation belongs to `group`. c10d operations take the group, functional ones its name."""
         if self.group is None:
             return True
         objects = (value for value in args if isinstance(value, torch.ScriptObject))
@@ -101,14 +101,14 @@ class CommunicationCount(TorchDispatchMode):
         return self.group.group_name in (*given, *named)
 
     def traffic(self) -> Traffic:
-        """Everything counted so far."""
+        """Calls and bytes counted so far."""
         calls: Counter[str] = Counter()
         for (operation, _), count in self.calls.items():
             calls[operation] += count
         return Traffic(calls, Counter(self.bytes))
 
     def num_calls(self, operation: str | None = None, *, at_least_elements: int = 0) -> int:
-        """Calls of one operation, or of all, on tensors of at least so many elements."""
+        """Number of calls of `operation` (default: any) on tensors of at least `at_least_elements` elements."""
         return sum(
             count
             for (name, shape), count in self.calls.items()

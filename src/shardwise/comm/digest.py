@@ -1,4 +1,4 @@
-"""A digest that tells whether tensors of several ranks, or of several times, are the same."""
+"""Digest that compares tensors between ranks or over time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _ROW = 4093  # a prime, and no size of a dim: rows that change places change the
 
 
 def tensor_digest(value: Tensor) -> Tensor:
-    """The digest of the bytes of `value`, in row-major order: equal for equal bytes, and as good as never otherwise.
+    """Digest of the bytes of `value` in row-major order. Different bytes have different digests with near certainty.
 
     Args:
         value: plain tensor of any shape, dtype and device, not on the meta device.
 
     Returns:
-        int64 scalar on the device of `value`, which is read once and not copied.
+        int64 scalar on the device of `value`. `value` is read once and not copied.
     """
     flat = value.detach().contiguous().view(-1)
     data = flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element is contiguous with any stride
@@ -36,7 +36,7 @@ def tensor_digest(value: Tensor) -> Tensor:
 
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
-    """Odd numbers of 64 bits without a pattern, more than a row has words and bytes."""
+    """Pseudorandom odd 64-bit integers, more than a row has words and bytes."""
     numbers = torch.arange(1, 2 * _ROW + 8, dtype=torch.int64) * 0x1E3779B97F4A7C15
     numbers = (numbers ^ (numbers >> 30)) * 0x3F58476D1CE4E5B9
     return ((numbers ^ (numbers >> 27)) | 1).to(device)

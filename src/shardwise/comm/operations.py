@@ -1,4 +1,4 @@
-"""The operations everything communicates with, on any process group, simulated ones included. No autograd here."""
+"""Communication without autograd, on any process group, including simulated ones."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 def host_device(group: Group, device: torch.device) -> torch.device:
-    """Where small values that the host needs are summed: on the host if the group can, else on `device`."""
+    """Device on which small values for the host are summed: the CPU if the group supports it, else `device`."""
     is_simulated = not group.group_name  # torch knows no backend of it
     return torch.device("cpu") if is_simulated or "cpu:" in str(dist.get_backend_config(group)) else device
 
 
 @contextmanager
 def functional_collectives() -> Iterator[None]:
-    """Inside, regions exchange through functional collectives, whose results are values of their own.
+    """Context manager: regions use functional collectives, which return new tensors.
 
-    Selective recomputation keeps values; what a collective writes into a tensor that is there already it cannot.
+    Selective activation checkpointing can keep only such results, not tensors that a collective writes into.
     """
     token = _FUNCTIONAL.set(True)
     try:
@@ -70,17 +70,17 @@ def functional_collectives() -> Iterator[None]:
 
 
 def uses_functional(group: Group) -> bool:
-    """Whether regions are to use the functional forms below: compiled graphs can hold no others."""
+    """Whether regions use functional collectives. Compiled graphs require them."""
     return (torch.compiler.is_compiling() or _FUNCTIONAL.get()) and bool(group.group_name)
 
 
 def all_reduce_value(x: Tensor, group: Group) -> Tensor:
-    """The sum of every rank's `x`."""
+    """Sum of every rank's `x`, a functional collective."""
     return _functional.wait_tensor(_functional.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
 def all_gather_value(x: Tensor, group: Group, *, dim: int) -> Tensor:
-    """Every rank's `x` along `dim`, all of one shape."""
+    """Concatenates every rank's `x` along `dim`; all have one shape. A functional collective."""
     size = group.size()
     joined = _functional.wait_tensor(_functional.all_gather_into_tensor(x.contiguous(), size, group.group_name))
     if all(before == 1 for before in x.shape[:dim]):
@@ -89,24 +89,24 @@ def all_gather_value(x: Tensor, group: Group, *, dim: int) -> Tensor:
 
 
 def reduce_scatter_value(x: Tensor, group: Group, *, dim: int) -> Tensor:
-    """This rank's part along `dim` of the sum of every rank's `x`."""
+    """This rank's part along `dim` of the sum of every rank's `x`, a functional collective."""
     size = group.size()
     parts = torch.cat(x.chunk(size, dim)) if dim else x.contiguous()
     return _functional.wait_tensor(_functional.reduce_scatter_tensor(parts, "sum", size, group.group_name))
 
 
 def all_reduce_(x: Tensor, group: Group, *, largest: bool = False) -> None:
-    """Sums `x` over the group in place, or takes the largest value of every element."""
+    """Sums `x` over the group in place; with `largest`, takes the elementwise maximum."""
     dist.all_reduce(x, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
 
 
 def all_gather_single(out: Tensor, x: Tensor, group: Group) -> None:
-    """Fills `out` with every rank's `x` along dim 0."""
+    """Fills `out` with every rank's `x`, concatenated along dim 0."""
     _all_gather_single(out, x, group=group)
 
 
 def all_gather_later(out: Tensor, x: Tensor, group: Group) -> dist.Work:
-    """Begins to fill `out` with every rank's `x` along dim 0; both must stay until the work is complete."""
+    """Starts to fill `out` with every rank's `x` along dim 0. Both tensors must stay alive until the work is complete."""
     work: dist.Work = _all_gather_single(out, x, group=group, async_op=True)
     return work
 
@@ -117,14 +117,14 @@ def reduce_scatter_single(mine: Tensor, x: Tensor, group: Group) -> None:
 
 
 def all_gather_list(x: Tensor, group: Group) -> list[Tensor]:
-    """Every rank's `x`, all of one shape, in rank order."""
+    """Every rank's `x` in rank order; all have one shape."""
     parts = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(parts, x.contiguous(), group=group)
     return parts
 
 
 def gather_objects(value: Any, group: Group | None) -> list[Any] | None:
-    """On rank 0 of the group every rank's picklable `value`, in rank order; None elsewhere."""
+    """Every rank's picklable `value` in rank order, on rank 0 of the group; None on other ranks."""
     if group is None:
         return [value]
     values: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
@@ -133,12 +133,12 @@ def gather_objects(value: Any, group: Group | None) -> list[Any] | None:
 
 
 def broadcast_(x: Tensor, group: Group, *, source: int) -> None:
-    """Fills contiguous `x` with that of a rank of the group."""
+    """Fills the contiguous tensor `x` with that of the group rank `source`."""
     dist.broadcast(x, group=group, group_src=source)
 
 
 def broadcast_object(value: Any, group: Group | None, *, source: int = 0) -> Any:
-    """The small picklable `value` of a rank of the group."""
+    """The small picklable `value` of the group rank `source`."""
     if group is None:
         return value
     values = [value]
@@ -147,19 +147,19 @@ def broadcast_object(value: Any, group: Group | None, *, source: int = 0) -> Any
 
 
 def send(x: Tensor, group: Group, *, to: int) -> None:
-    """Sends contiguous `x` to a rank of the group, and waits until it is on its way."""
+    """Sends the contiguous tensor `x` to a rank of the group, and waits until it is sent."""
     group.send([x], to, 0).wait()
 
 
 def receive_(x: Tensor, group: Group, *, source: int) -> None:
-    """Fills contiguous `x` with what a rank of the group sends, of the same shape and dtype."""
+    """Fills the contiguous tensor `x` with a tensor of the same shape and dtype from a rank of the group."""
     group.recv([x], source, 0).wait()
 
 
 def all_gather_objects(value: Any, group: Group | None) -> list[Any]:
-    """Every rank's small picklable `value`, in rank order (for checks and reports, never on the hot path).
+    """Every rank's small picklable `value`, in rank order. For checks and reports, not for the hot path.
 
-    Communicates: one all-gather of a few hundred bytes, and another where some rank's value takes more.
+    Communicates: one all-gather of a few hundred bytes, and another if a rank's value needs more.
     """
     if group is None:
         return [value]
@@ -176,7 +176,7 @@ def all_gather_objects(value: Any, group: Group | None) -> list[Any]:
 
 
 def _all_gather_bytes(data: bytes, length: int, group: Group) -> list[bytes]:
-    """Every rank's `data`, filled up to `length`."""
+    """Every rank's `data`, padded to `length`."""
     x = torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
     out = x.new_empty(group.size() * length)
     all_gather_single(out, x, group)

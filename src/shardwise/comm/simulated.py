@@ -1,8 +1,8 @@
-"""Ranks simulated by threads of one process: exact, without a process group, for deriving and checking splits.
+"""Ranks simulated by threads of one process, without a process group, to derive and check splits.
 
-Each thread runs one rank's copy of a model, one at a time: until it waits in a collective for the others, and with
-random streams of its own. So every run is the same as the last, and ranks that would wait forever are found at once.
-gloo stays the judge; this is what makes trying out a split cost milliseconds.
+Each thread runs one rank's copy of a model, with its own random streams. One thread runs at a time, until it waits in a
+collective. So runs are deterministic, and ranks that would wait forever are detected at once. Trying a split costs
+milliseconds. gloo remains the reference.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _Base: Any = dist.ProcessGroup  # its types say that every collective returns a 
 
 
 class SimulatedGroup(_Base):
-    """One rank's handle on a group of threads: what `torch.distributed` calls on a process group, by exchanges.
+    """One rank's handle on a group of threads. Implements the methods that `torch.distributed` calls on a process
+    group.
 
     Attributes:
-        num_exchanges: how many collectives this rank has taken part in.
+        num_exchanges: number of collectives this rank has taken part in.
     """
 
     group_name = ""  # functional collectives find a group by its name, and none of these
@@ -43,7 +44,7 @@ class SimulatedGroup(_Base):
 
     @classmethod
     def build(cls, size: int) -> list[SimulatedGroup]:
-        """The handles of all ranks of a new group."""
+        """Handles of all ranks of a new group."""
         shared, turns = _Shared(size), _Turns(size)
         return [cls(rank, size, shared, turns, rank) for rank in range(size)]
 
@@ -60,7 +61,7 @@ class SimulatedGroup(_Base):
         return list(shared.values)
 
     def subgroup(self, blocks: tuple[tuple[int, ...], ...]) -> SimulatedGroup | None:
-        """This rank's handle on its block; None where it is alone in it. All ranks must call it."""
+        """This rank's handle on the subgroup of its block; None if it is alone in the block. All ranks must call it."""
         block = next(block for block in blocks if self.rank() in block)
         if len(block) == 1:
             return None
@@ -71,17 +72,17 @@ class SimulatedGroup(_Base):
         return known[0]
 
     def run(self, fn: Callable[[SimulatedGroup], Result]) -> Result:
-        """What `fn` returns on this rank, in the thread that calls."""
+        """Calls `fn` with this handle, in the calling thread."""
         return self._turns.run(self._thread, lambda: fn(self))
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> None:
-        """`dist.all_reduce`: the sum, or the largest of every element."""
+        """`dist.all_reduce` with SUM or MAX."""
         (x,) = tensors
         parts = torch.stack(self.exchange(x))
         x.detach().copy_(parts.amax(0) if options.reduceOp == dist.ReduceOp.MAX else parts.sum(0))
 
     def all_gather_single(self, out: Tensor, x: Tensor, options: Any) -> _Done:
-        """`dist.all_gather_single`, also as one that is waited for later."""
+        """`dist.all_gather_single`, also asynchronous."""
         out.copy_(torch.cat(self.exchange(x)))
         return _Done()
 
@@ -123,18 +124,18 @@ class SimulatedGroup(_Base):
 
 
 class LoneGroup(SimulatedGroup):
-    """One rank's handle on a group whose other ranks are not there, and would all hold what it holds: for shapes."""
+    """One rank's handle on a group without other ranks, which would hold equal tensors. Used to compute shapes."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size, _Shared(1), _Turns(1), 0)
 
     def exchange(self, x: Tensor) -> list[Tensor]:
-        """As many copies of `x` as there are ranks."""
+        """As many copies of `x` as the group has ranks."""
         self.num_exchanges += 1
         return [x.detach().clone() for _ in range(self.size())]
 
     def subgroup(self, blocks: tuple[tuple[int, ...], ...]) -> SimulatedGroup | None:
-        """This rank's handle on its block."""
+        """This rank's handle on the subgroup of its block."""
         block = next(block for block in blocks if self.rank() in block)
         return LoneGroup(block.index(self.rank()), len(block)) if len(block) > 1 else None
 
@@ -149,9 +150,7 @@ class _Done:
 
 
 class _Shared:
-    """What the handles on one group share: what every rank gave to the exchange under way, and to the last one, and
-    what was sent and not received yet.
-    """
+    """State that the handles on one group share: inputs of the running exchange, results of the last one, and messages."""
 
     def __init__(self, size: int) -> None:
         self.slots: list[Any] = [None] * size
@@ -163,7 +162,7 @@ class _Shared:
 
 
 class _Turns:
-    """Lets one thread run at a time, each with its own random states."""
+    """Scheduler that runs one thread at a time, each with its own random states."""
 
     def __init__(self, size: int) -> None:
         self._changed = threading.Condition()
@@ -173,7 +172,7 @@ class _Turns:
         self._is_broken = False
 
     def run(self, thread: int, work: Callable[[], Result]) -> Result:
-        """Does a thread's work, in its turns."""
+        """Runs a thread's work in its turns."""
         self._take_turn(thread)
         try:
             found = work()
@@ -186,10 +185,10 @@ class _Turns:
         return found
 
     def wait(self, thread: int, is_over: Callable[[], bool]) -> None:
-        """Lets others run until `is_over`.
+        """Lets other threads run until `is_over` returns true.
 
         Raises:
-            RankError: another rank failed, or all that have not ended wait.
+            RankError: another rank failed, or all ranks that have not ended wait.
         """
         self._pass_on(thread, is_over)
         self._take_turn(thread)
@@ -226,11 +225,12 @@ def _set_random_states(states: tuple[Any, ...]) -> None:
 
 
 def run_ranks(fn: Callable[[SimulatedGroup], Result], size: int) -> list[Result]:
-    """Runs `fn` with the handle of each rank in a thread of its own and returns the results in rank order. All start
-    from the caller's random states, which stay.
+    """Runs `fn` once per simulated rank, each in its own thread, and returns the results in rank order.
+
+    All ranks start from the caller's random states, which are restored.
 
     Raises:
-        Exception: what the first rank to fail raised.
+        Exception: the error of the first rank to fail.
     """
     groups, states = SimulatedGroup.build(size), _random_states()
     results: list[Any] = [None] * size

@@ -1,1 +1,1 @@
-"""From the head to the loss: logits that are split over the vocabulary, and those that are never made."""
+"""Losses of split models: logits split over the vocabulary, and logits that are never materialized."""

@@ -1,12 +1,12 @@
-"""Cross-entropy of every row, from this rank's classes: of logits, or of the input of the head that would make them.
+"""Cross-entropy from this rank's classes, given split logits or the input of the head.
 
 # [Note: the loss without logits]
-The logits of 2 x 4096 tokens and 128 thousand words, in the model's dtype, in float32, and their gradient take 12 bytes
-each: 12.6 GB. Nothing needs all of them at once. `head_cross_entropy` multiplies some rows with the head at a time and
-keeps three sums of every row; backward multiplies them again, where the head is trained all rows with some classes, so
-that no gradient of the head adds up over chunks. That is one product with the head more than with logits, and at most
-two tensors of `CHUNK_ELEMENTS` live at a time. Ranks exchange the sums of all rows at once, as they do for
-logits.
+For 2 x 4096 tokens and a vocabulary of 128 thousand, the logits in the model's dtype, in float32, and their gradient
+take 12 bytes per element: 12.6 GB. They are never needed all at once. `head_cross_entropy` multiplies a chunk of rows
+with the head at a time and keeps three sums per row. Backward multiplies them again. If the head is trained, backward
+takes all rows with a chunk of classes at a time, so that no gradient of the head accumulates over chunks. This costs
+one product with the head more than with logits, and at most two tensors of `CHUNK_ELEMENTS` live at a time. Ranks
+exchange the sums of all rows in one collective, as for logits.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ Steps = Sequence[Callable[[Tensor], Tensor]]
 
 @dataclass(frozen=True)
 class Head:
-    """What makes logits of features.
+    """Linear layer that makes the logits.
 
     Attributes:
         weight: `[classes, features]`, per rank `[classes of this rank, features]`.
-        bias: `[classes]`, split alike; None where there is none.
+        bias: `[classes]`, split alike; None if there is none.
+        steps: elementwise functions that are applied to the logits before the loss.
     """
 
     weight: Tensor
@@ -56,7 +57,7 @@ class Head:
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """What `F.cross_entropy` is asked for besides logits and targets; `weight` `[classes]` is full on every rank."""
+    """Options of `F.cross_entropy`. `weight` `[classes]` is full on every rank."""
 
     weight: Tensor | None = None
     ignore_index: int = -100
@@ -73,13 +74,13 @@ class LossOptions:
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> LossOptions:
-        """Those of a call, as `F.cross_entropy` takes them after the target."""
+        """Options of a call, in the order in which `F.cross_entropy` takes them after the target."""
         if size_average is not None or reduce is not None:
             reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
         return cls(weight=weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
 
     def reduced(self, losses: Tensor, row_weights: Tensor, shape: torch.Size) -> Tensor:
-        """The losses of rows as `F.cross_entropy` reduces them; unreduced in `shape`."""
+        """Reduces the losses of rows like `F.cross_entropy`; unreduced losses get `shape`."""
         if self.reduction == "mean":
             total = row_weights.sum()
             # Over no targets the mean is NaN, as in torch, and its gradient zero: 0/0 would make that NaN too.
@@ -94,13 +95,14 @@ _DEFAULTS = LossOptions()
 def split_cross_entropy(
     logits: Tensor, target: Tensor, *, axis: Axis, num_classes: int, options: LossOptions = _DEFAULTS
 ) -> Tensor:
-    """Cross-entropy, computed in float32 from this rank's classes.
+    """Cross-entropy of split logits, computed in float32.
 
     Args:
         logits: `[..., classes]`, per rank `[..., classes of this rank]` in the order of `torch.chunk`; not modified.
         target: int `[...]`, the same on every tp rank.
 
-    Communicates: over tp, one all-gather of three values a row and rank (four with label smoothing); nothing backward.
+    Communicates: over tp, one all-gather of three values per row and rank (four with label smoothing) in forward;
+    nothing in backward.
     """
     width = logits.shape[-1]
     targets = _Targets.read(target.reshape(-1), width, axis, num_classes, options)
@@ -109,9 +111,9 @@ def split_cross_entropy(
 
 
 def cross_entropy_of_parts(logits: Tensor, target: Tensor, *, axis: Axis, options: LossOptions = _DEFAULTS) -> Tensor:
-    """As `split_cross_entropy`, of any number of classes that all ranks have together.
+    """`split_cross_entropy` when only the ranks together know the number of classes.
 
-    Communicates: over tp, one all-reduce of one integer, and as `split_cross_entropy`.
+    Communicates: over tp, one all-reduce of one integer, and what `split_cross_entropy` does.
     """
     number = all_reduce_int(logits.shape[-1], axis.group, logits.device)
     return split_cross_entropy(logits, target, axis=axis, num_classes=number, options=options)
@@ -126,7 +128,7 @@ def head_cross_entropy(
     num_classes: int,
     options: LossOptions = _DEFAULTS,
 ) -> Tensor:
-    """As `split_cross_entropy` of the logits that `head` makes of `hidden`; see [Note: the loss without logits].
+    """`split_cross_entropy` of the logits that `head` makes of `hidden`; see [Note: the loss without logits].
 
     Args:
         hidden: `[rows, features]`, the same on every tp rank.
@@ -140,16 +142,16 @@ def head_cross_entropy(
 
 @dataclass(frozen=True)
 class _Targets:
-    """What the targets say of each row, `[rows]`, and what is the same for all.
+    """Targets from this rank's view, tensors of shape `[rows]`, and class weights.
 
     Attributes:
-        kept: whether it is not ignored.
-        position: its target among this rank's classes, clamped into them.
-        is_own: whether it is one of them.
-        owner: the rank whose it is.
-        row_weight: what its loss counts.
+        kept: whether the target is not ignored.
+        position: index of the target among this rank's classes, clamped.
+        is_own: whether the target is one of this rank's classes.
+        owner: rank that has the target's class.
+        row_weight: weight of the row's loss.
         own_weight: weights of this rank's classes.
-        shares: the sum of the weights of each rank's classes.
+        shares: sum of the class weights of each rank.
     """
 
     kept: Tensor
@@ -185,7 +187,7 @@ class _Targets:
         )
 
     def among(self, classes: slice) -> _Targets:
-        """The same for some of this rank's classes."""
+        """Targets relative to a slice of this rank's classes."""
         number, position = classes.stop - classes.start, self.position - classes.start
         return replace(
             self,
@@ -195,8 +197,9 @@ class _Targets:
         )
 
     def sums(self, values: Tensor, rows: slice) -> Tensor:
-        """This rank's part of the losses of some rows, whose logits in float32 are used up: the largest, the target's
-        below it, with smoothing their weighted sum below it, and the sum of exponentials below it, `[3 or 4, rows]`.
+        """This rank's statistics of some rows, `[3 or 4, rows]`: maximum, target minus maximum, with smoothing the
+        weighted sum minus maximum, and the sum of exponentials relative to the maximum. Overwrites `values`, logits in
+        float32.
         """
         lowest = torch.finfo(values.dtype).min  # of a rank without classes, or whose logits are all minus infinity
         has_classes = values.shape[-1] > 0
@@ -211,9 +214,7 @@ class _Targets:
         return torch.stack(found)
 
     def losses(self, parts: Tensor) -> tuple[Tensor, Tensor]:
-        """The losses of all rows, and the logarithms of their sums of exponentials, from all ranks' sums
-        `[ranks, 3 or 4, rows]`.
-        """
+        """Losses and log-sum-exps of all rows from all ranks' statistics `[ranks, 3 or 4, rows]`."""
         # What a rank has is relative to its own largest logit; `below` is how far that is below the largest of all.
         largest = parts[:, 0].amax(0)
         below = parts[:, 0] - largest
@@ -226,7 +227,7 @@ class _Targets:
         return losses, largest + log_total
 
     def gradient(self, values: Tensor, log_total: Tensor, incoming: Tensor, rows: slice) -> Tensor:
-        """The gradient of some rows' logits, which are given in float32 and used up."""
+        """Gradient of some rows' logits. Overwrites `values`, the logits in float32."""
         hard = incoming[rows] * self.row_weight[rows] * (1 - self.smoothing)
         soft = incoming[rows] * self.kept[rows] * (self.smoothing / self.num_classes)
         values -= log_total[rows].unsqueeze(-1)
@@ -312,7 +313,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
 def _through(
     steps: Steps, logits: Tensor, targets: _Targets, log_total: Tensor, incoming: Tensor, rows: slice
 ) -> Tensor:
-    """The gradient of what the head makes of some rows, after which `steps` are done."""
+    """Gradient of the head's output for some rows, through `steps`."""
     if not steps:
         return targets.gradient(logits.float(), log_total, incoming, rows).to(logits.dtype)
     with torch.enable_grad():
@@ -332,7 +333,7 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _chunks(num_rows: int, width: int) -> list[slice]:
-    """Runs of rows (or classes) of at most `CHUNK_ELEMENTS` elements, that are as long as each other."""
+    """Slices of equal length, of at most `CHUNK_ELEMENTS` elements each, that cover all rows (or classes)."""
     count = max(1, -(-num_rows // max(1, CHUNK_ELEMENTS // max(1, width))))
     size = max(1, -(-num_rows // count))
     return [slice(start, min(start + size, num_rows)) for start in range(0, max(1, num_rows), size)]
@@ -345,7 +346,7 @@ def _stepped(steps: Steps, logits: Tensor) -> Tensor:
 
 
 def _own_float(values: Tensor) -> Tensor:
-    """A copy in float32 that may be written to."""
+    """Writable copy in float32."""
     return values.to(torch.float32, copy=True)
 
 

@@ -1,11 +1,11 @@
-"""Logits that are not made: where nobody is given them, head and cross-entropy run together, some rows at a time.
+"""Logits that are not materialized: head and cross-entropy run together, a chunk of rows at a time.
 
 # [Note: deferred logits]
-In a `TrainStep` nobody sees the model's output, only its loss. There the head hands on `DeferredLogits`: its input, and
-what is done to the logits on their way to the loss. Rows that are picked, flattened or shifted are so of the head's
-input; numbers that multiply or cap logits are noted. `F.cross_entropy` then takes a few rows at a time
-([Note: the loss without logits], cross_entropy.py). Whatever else is done with them makes the logits, as the head would
-have; and so they are where all of them are no more than are made at a time.
+In a `TrainStep` the caller sees only the loss, not the logits. There the head returns `DeferredLogits`: its input, and
+the operations applied to the logits before the loss. Indexing, flattening and shifting of rows are applied to the
+head's input instead. Elementwise operations with numbers are recorded. `F.cross_entropy` then computes chunk by chunk
+([Note: the loss without logits] in cross_entropy.py). Any other operation materializes the logits. Logits that fit in
+one chunk are materialized at once.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _ASKED = frozenset(
 
 @dataclass
 class _Source:
-    """What logits are of.
+    """Origin of deferred logits.
 
     Attributes:
-        finish: what is done with this rank's logits of the head's own input to give the usual ones.
-        live: all that were derived from it, in this order, so that making one makes all as they were then: the next
-            thing done may write to it.
+        finish: converts the head's local output to the usual logits.
+        live: all tensors derived from these logits, in order. They are materialized together, because the next
+            operation may write in place.
     """
 
     hidden: Tensor
@@ -67,7 +67,7 @@ class _Source:
     is_made: bool = False
 
     def make(self) -> None:
-        """Makes the logits, and all that were derived from them."""
+        """Materializes the logits and all tensors derived from them."""
         self.is_made = True
         with torch.enable_grad():  # whether or not this needs a gradient, the next thing done may
             for each in [found for reference in self.live if (found := reference()) is not None]:
@@ -80,7 +80,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Step:
-    """A function with all arguments but the logits."""
+    """A function with all arguments except the logits."""
 
     function: Any
     name: str
@@ -93,7 +93,7 @@ class _Step:
 
 
 class DeferredLogits(Tensor):
-    """Logits `[..., classes]` that are made when something needs them; see [Note: deferred logits]."""
+    """Logits `[..., classes]` that are materialized on demand; see [Note: deferred logits]."""
 
     _source: _Source
     _hidden: Tensor
@@ -104,11 +104,11 @@ class DeferredLogits(Tensor):
 
     @staticmethod
     def of_head(hidden: Tensor, head: Head, context: SplitContext) -> DeferredLogits:
-        """What `head` would compute of `hidden`."""
+        """Deferred output of `head` for the input `hidden`."""
         return _new(_Source(hidden, head, head.weight.shape[0], context), hidden, (), hidden.dtype)
 
     def split_over(self, num_classes: int, finish: Callable[[Tensor], Tensor]) -> DeferredLogits:
-        """The logits of which this rank computes a part, straight from the head."""
+        """Marks deferred logits, straight from the head, as this rank's part of `num_classes`."""
         source = replace(self._source, num_classes=num_classes, finish=finish, live=[])
         return _new(source, self._hidden, (), self.dtype)
 
@@ -129,7 +129,7 @@ class DeferredLogits(Tensor):
         return _new(self._source, moved, steps, dtype or self.dtype, parent=self, step=step)
 
     def _continued(self, step: _Step, *, has_tensors: bool) -> DeferredLogits | None:
-        """What a step makes of them, where that can be deferred."""
+        """Result of `step`, deferred; None if the logits must be materialized for it."""
         name, args = step.name, step.args
         if name in _STEPS and not has_tensors:
             made = step(torch.empty(0, dtype=self.dtype, device=self.device))
@@ -158,7 +158,7 @@ class DeferredLogits(Tensor):
         return self._hidden.flatten(start_dim, last) if last < self.ndim - 1 else None
 
     def _cross_entropy(self, target: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-        """`F.cross_entropy` of them; None where they must be made for it."""
+        """`F.cross_entropy` of deferred logits; None if they must be materialized for it."""
         if self.ndim != 2 or target.is_floating_point() or type(target) not in _PLAIN:
             return None
         steps = self._steps
@@ -175,7 +175,7 @@ class DeferredLogits(Tensor):
 
 
 class DeferringHead:
-    """Mixin of a linear: where the model's output is dropped, it defers what it would compute."""
+    """Mixin of a linear that defers its output if the model's output is dropped."""
 
     _deferral: SplitContext
     _most_classes: int
@@ -194,7 +194,7 @@ class DeferringHead:
 
 @contextmanager
 def dropped_output(context: SplitContext) -> Iterator[None]:
-    """Inside, nobody is given what forwards return besides the loss."""
+    """Context manager: the caller uses only the loss of the forwards inside."""
     context.drops_output = True
     try:
         yield
@@ -203,18 +203,18 @@ def dropped_output(context: SplitContext) -> Iterator[None]:
 
 
 def apply_deferral(head: nn.Module | None, context: SplitContext, most_classes: int | None = None) -> None:
-    """Lets `head` defer logits, in place, where it is a linear of torch's own. Communicates nothing.
+    """Lets `head` defer its logits, in place, if it is a plain `nn.Linear`. Communicates nothing.
 
     Args:
-        head: whose weight stays gathered from its forward to its backward, because the loss still multiplies with it.
-        most_classes: the most that a tp rank has, by which all of them decide alike; by default the head's own.
+        head: linear layer. Its weight must stay gathered from forward to backward, because the loss multiplies with it.
+        most_classes: largest number of classes of a tp rank, so that all ranks decide alike; default: the head's own.
     """
     if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
         apply_mixin(head, DeferringHead, _deferral=context, _most_classes=most_classes or head.weight.shape[0])
 
 
 def go_on(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of `func` where its deferred logits need not be made, else NotImplemented."""
+    """Result of `func` if it can be computed without materializing the logits; else NotImplemented."""
     name = getattr(func, "__name__", "")
     name = _OPERATORS.get(name, name)
     if name in _ASKING or attribute_of(func) in _ASKED:
@@ -234,7 +234,7 @@ def go_on(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def make(values: Any) -> Any:
-    """`values` with the usual logits for those that were deferred."""
+    """`values` with deferred logits materialized."""
 
     def made(value: Any) -> Any:
         if not isinstance(value, DeferredLogits):
@@ -275,13 +275,13 @@ def _refuse_gradient(gradient: Tensor) -> None:
 
 
 def _can_defer(x: Tensor) -> bool:
-    """Whether the product of `x` may be computed later, and again: by what is in force now alone."""
+    """Whether the product of `x` can be computed later, and again, with the same result."""
     is_plain = type(x) in _PLAIN and not torch.compiler.is_compiling()
     return is_plain and torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type)
 
 
 def _leaves_classes(index: Any, num_dims: int) -> bool:
-    """Whether an index leaves the last dim as it is, and where it is."""
+    """Whether an index keeps the last dim whole and in last place."""
     items = index if isinstance(index, tuple) else (index,)
     if not all(each is None or each is ... or isinstance(each, int | slice | Tensor) for each in items):
         return False

@@ -1,4 +1,4 @@
-"""The output embedding whose logits are split along the vocabulary, from its input to the loss."""
+"""The output embedding (head) with logits split over the vocabulary."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _SIDE_OUTPUTS = ("router_logits", "encoder_router_logits", "decoder_router_logit
 def install_head(head: nn.Module, vocabulary_size: int, context: SplitContext) -> None:
     """Makes `head` compute this rank's part of the logits.
 
-    Where the model computes its loss inside, the logits stay split, as `DTensor(Shard(-1))` of the true vocabulary;
-    else they are gathered, so that `generate()` and a loss of the user's own see full logits.
+    If the model computes its loss, the logits stay split, as `DTensor(Shard(-1))` of the true vocabulary. Else they are
+    gathered, so that `generate()` and a user's own loss see full logits.
 
-    Communicates: over tp, one all-reduce of the input's gradient backward; without a loss inside one all-gather of the
-    logits forward.
+    Communicates: over tp, one all-reduce of the input's gradient in backward; without a loss inside also one all-gather
+    of the logits in forward.
     """
     axis = context.tp
 
@@ -63,7 +63,7 @@ _MASKS = ("attention_mask", "encoder_attention_mask", "decoder_attention_mask")
 
 
 def install_loss(model: nn.Module, context: SplitContext) -> None:
-    """Keeps logits split for the forwards of `model` that are given labels, and ends the loss mode after each.
+    """Keeps logits split in forwards of `model` with labels, and ends the loss mode after each forward.
 
     Communicates: before each forward, what `check_same_batch` does.
     """
@@ -110,10 +110,10 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
 
 
 def install_side_outputs(base: nn.Module, context: SplitContext) -> None:
-    """Gives what leaves a region other than through its edge its share of the gradient.
+    """Divides the gradients of router logits by the number of tp ranks.
 
-    Router logits are replicated but computed inside a region, where gradients are partial; an auxiliary loss
-    outside gives every rank their full gradient, so each keeps 1 / tp of it.
+    Router logits are replicated but computed inside a region, where gradients are partial. An auxiliary loss outside of
+    the region gives every rank their full gradient.
     """
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
@@ -128,7 +128,7 @@ def install_side_outputs(base: nn.Module, context: SplitContext) -> None:
 
 
 def _check_prefix(name: str, cache: Cache, filled: WeakSet[Cache]) -> None:
-    """Raises `UnsupportedError` for keys and values of the caller's own that are trained."""
+    """Raises `UnsupportedError` if the cache holds trained keys or values that the caller has made."""
     if cache in filled or not cache.get_seq_length():
         filled.add(cache)
         return
@@ -147,7 +147,9 @@ def _check_prefix(name: str, cache: Cache, filled: WeakSet[Cache]) -> None:
 
 
 def _returned(value: Any, filled: WeakSet[Cache]) -> Any:
-    """What leaves the model: split logits as they are, everything else full (a loss that is no cross-entropy)."""
+    """Converts one output of the model: split logits stay, other DTensors (a loss that is no cross-entropy) become
+    full.
+    """
     if isinstance(value, Cache):
         filled.add(value)
     return value.full_tensor() if isinstance(value, DTensor) and not isinstance(value, SplitLogits) else value

@@ -1,4 +1,4 @@
-"""How a causal language model uses its labels: where its loss looks for them, and whether the logits depend on them."""
+"""Use of labels in causal language models: which label a position is compared with, and whether logits depend on it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _ATTRIBUTE = "_shardwise_label_use"
 
 @dataclass(frozen=True, kw_only=True)
 class LabelUse:
-    """What a tiny model of the architecture shows.
+    """Facts found by running a tiny model of the architecture.
 
     Attributes:
-        shifts: whether the loss compares each position with the label after it.
-        sees_target: whether it does, and what is computed at a position depends on the token after it.
-        divides: whether what is computed of a batch, its loss included, is what its parts are put together.
+        shifts: whether the loss compares each position with the next label.
+        sees_target: whether `shifts` is true and the output at a position depends on the next token.
+        divides: whether the result of a batch, including its loss, can be combined from the results of its parts.
     """
 
     shifts: bool
@@ -46,7 +46,7 @@ class LabelUse:
 
 
 def note_label_use(model: nn.Module, use: LabelUse) -> None:
-    """Lets `model`, and copies of it, carry what is known, and refuse to be trained where it sees its targets."""
+    """Attaches `use` to `model` and its copies. Makes a model that sees its targets refuse training."""
     model.__dict__[_ATTRIBUTE] = use
 
     def refuse_training(module: nn.Module, arguments: Arguments) -> None:
@@ -58,12 +58,12 @@ def note_label_use(model: nn.Module, use: LabelUse) -> None:
 
 
 def label_use_of(model: nn.Module) -> LabelUse | None:
-    """What is known of the model, or of one that it wraps."""
+    """The `LabelUse` attached to the model or to a module inside it; None if there is none."""
     return next((module.__dict__[_ATTRIBUTE] for module in model.modules() if _ATTRIBUTE in module.__dict__), None)
 
 
 def check_label_use(model: nn.Module) -> None:
-    """Raises `UnsupportedError` where training the model would teach it nothing."""
+    """Raises `UnsupportedError` if the model sees the tokens that it would be trained to predict."""
     use = label_use_of(model)
     if use is not None and use.sees_target:
         decoder = "is_decoder=True in its config, or " if hasattr(getattr(model, "config", None), "is_decoder") else ""
@@ -75,13 +75,13 @@ def check_label_use(model: nn.Module) -> None:
 
 
 def may_divide(model: nn.Module) -> bool:
-    """Whether batches may be computed in parts, as far as is known."""
+    """Whether batches may be computed in parts, as far as known."""
     use = label_use_of(model)
     return use is None or use.divides
 
 
 def check_model_divides(model: nn.Module, num_parts: int) -> None:
-    """Raises `UnsupportedError` where parts of a batch compute something else than the batch."""
+    """Raises `UnsupportedError` if a batch must not be computed in `num_parts` parts."""
     if num_parts > 1 and not may_divide(model):
         raise UnsupportedError(
             f"batches of {type(find_model(model)).__name__} in {num_parts} parts",
@@ -92,20 +92,18 @@ def check_model_divides(model: nn.Module, num_parts: int) -> None:
 
 
 def claims_to_shift(model: nn.Module) -> bool:
-    """Whether the model's class says that it is a causal language model, whose loss compares each position with the
-    label after it.
-    """
+    """Whether the model's class is a causal language model, whose loss compares each position with the next label."""
     is_causal = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     return getattr(model, "loss_type", None) == "ForCausalLM" or (is_causal and not _is_encoder_decoder(model))
 
 
 def may_shift(model: nn.Module) -> bool:
-    """Whether only the model's forward tells: its class says that its loss shifts labels, or says nothing."""
+    """Whether the loss may shift labels, judged by the class. Only running the model tells."""
     return claims_to_shift(model) or says_nothing(model) or _shifts_by_loss(model)
 
 
 def says_nothing(model: nn.Module) -> bool:
-    """Whether the model's class does not say which of transformers' losses it has, and its forward takes targets."""
+    """Whether the model's class does not name its loss, and its forward takes targets."""
     takes = inspect.signature(model.forward).parameters
     return getattr(model, "loss_type", "") is None and not takes.keys().isdisjoint(("labels", "start_positions"))
 
@@ -119,7 +117,7 @@ def _is_encoder_decoder(model: nn.Module) -> bool:
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether the model's loss does, as far as is known."""
+    """Whether the model's loss compares each position with the next label, as far as known."""
     use, inner = label_use_of(model), find_model(model)
     claims = claims_to_shift(inner) or (_shifts_by_loss(inner) and not _is_encoder_decoder(inner))
     return claims if use is None else use.shifts

@@ -1,15 +1,13 @@
-"""Logits that are split along the vocabulary, as they leave a forward that computed its loss inside.
+"""Split logits in the output of a forward that computed its loss.
 
 # [Note: logits that somebody looks at]
-A training step needs no rank to hold all logits, so they stay in parts. Whoever computes with them (an accuracy, an
-auxiliary loss) gets full ones: the first operation on them gathers the parts, once for each forward, with a gradient.
-What only asks about them (`shape`, `dtype`, `detach()`, `print`) and what `DTensor` is there for (`to_local()`,
-`placements`) gathers nothing.
+A training step needs no rank to hold all logits, so they stay split. The first operation that reads them (an accuracy,
+an auxiliary loss) gathers them, once per forward, with gradient. Metadata (`shape`, `dtype`, `detach()`, `print`) and
+`DTensor`'s own methods (`to_local()`, `placements`) gather nothing.
 
-Gathering is a collective that a user's code starts. Forwards are the same on all tp ranks, and code that runs on every
-rank looks at the same logits; but one rank may look alone (`if rank == 0:`), and the others would be in another
-collective meanwhile. So the ranks meet first, by a word in the store through which they found each other: a rank that
-waits alone raises, before it has communicated anything.
+The user's code starts this collective. Usually all tp ranks run the same code, but one rank may look alone (`if rank ==
+0:`) while the others run another collective. So the ranks first meet through the process group's store. A rank that
+waits alone raises before it communicates.
 """
 
 from __future__ import annotations
@@ -46,30 +44,30 @@ _READING = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 
 
 def attribute_of(func: Any) -> str | None:
-    """The name of the attribute of a tensor that a torch function reads; None where it is another function."""
+    """Name of the tensor attribute that a torch function reads; None for other functions."""
     is_read = getattr(func, "__name__", "") == "__get__"
     return getattr(getattr(func, "__self__", None), "__name__", "") if is_read else None
 
 
 def takes_data(func: Any) -> bool:
-    """Whether a function gives the same tensor without its graph."""
+    """Whether `func` is `detach` or the getter of `data`."""
     return getattr(func, "__name__", "") == "detach" or attribute_of(func) == "data"
 
 
 def only_asks(func: Any, asking: Collection[str]) -> bool:
-    """Whether a function asks about a tensor without reading its values: one of `asking`, or an attribute."""
+    """Whether `func` reads only metadata of a tensor: a method in `asking`, or an attribute."""
     attribute = attribute_of(func)
     return getattr(func, "__name__", "") in asking or (attribute is not None and attribute not in _READING)
 
 
 @dataclass
 class _Look:
-    """What is known of some logits.
+    """State that copies of the same split logits share.
 
     Attributes:
-        name: the same for the same logits on every tp rank.
-        full: the gathered logits, once somebody has looked.
-        detached: the same of the detached logits.
+        name: name of the logits, the same on every tp rank.
+        full: the gathered logits; None before they are gathered.
+        detached: state of the detached logits.
     """
 
     context: SplitContext
@@ -79,9 +77,9 @@ class _Look:
 
 
 class SplitLogits(DTensor):
-    """Logits `[..., vocabulary]` in parts; any computation with them is one with the full logits.
+    """Logits `[..., vocabulary]` split over tp. An operation that reads them gets the full logits.
 
-    Communicates: over tp, with the first such computation one all-gather, backward nothing.
+    Communicates: over tp, one all-gather at the first such operation; nothing in backward.
     """
 
     _look: _Look
@@ -102,14 +100,14 @@ class SplitLogits(DTensor):
 
     @property
     def is_gathered(self) -> bool:
-        """Whether somebody has looked: what counts from then on are the full logits, which may have been written to."""
+        """Whether the logits have been gathered. From then on the full logits count, which may have been written to."""
         return self._look.full is not None
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The full logits, a plain tensor; every tp rank must call this, or compute with the logits.
+        """The full logits as a plain tensor. Every tp rank must call this, or compute with the logits.
 
         Raises:
-            RankError: other tp ranks do not look at these logits.
+            RankError: other tp ranks do not read these logits within the mesh's timeout.
         """
         if grad_placements is not None:
             return super().full_tensor(grad_placements=grad_placements)
@@ -128,7 +126,7 @@ class SplitLogits(DTensor):
         return self.gather_parts()
 
     def gather_parts(self) -> Tensor:
-        """As `full_tensor`, where it is known that every tp rank does the same."""
+        """`full_tensor` without the check that every tp rank calls it."""
         look = self._look
         if look.full is None:
             (placement,) = self.placements
@@ -151,12 +149,12 @@ class SplitLogits(DTensor):
 
 @register_sharding(torch.ops.aten._is_any_true.default)
 def _is_any_true(value: Any) -> list[Any]:
-    """Gathers split logits' gradients for `torch.autograd.detect_anomaly`, which asks this of every gradient."""
+    """Sharding rule for `torch.autograd.detect_anomaly`, which calls this on every gradient: gather."""
     return [([Replicate()], [Replicate()])]
 
 
 def as_logits(value: Any, context: SplitContext) -> Any:
-    """`value`, as `SplitLogits` where it is a `DTensor` of which ranks have parts."""
+    """Converts a `DTensor` with only `Shard` placements to `SplitLogits`; returns other values unchanged."""
     if type(value) is not DTensor or not all(isinstance(placement, Shard) for placement in value.placements):
         return value
     return _tagged(value, _Look(context))

@@ -1,8 +1,7 @@
-"""Cross-entropy over logits that are split along the vocabulary.
+"""Cross-entropy of split logits inside the model's forward.
 
-85 transformers heads call `F.cross_entropy` themselves instead of `loss_function`, so that call is where all of them
-are served: from the head to the end of the model's forward a torch-function mode is active, which computes
-cross-entropy on split logits from the local parts.
+85 heads of transformers call `F.cross_entropy` directly instead of `loss_function`. So a torch function mode, active
+from the head to the end of the forward, intercepts that call and computes it from the local parts.
 """
 
 from __future__ import annotations
@@ -28,11 +27,10 @@ logger = logging.getLogger("shardwise.loss")
 
 
 class SplitLossMode(TorchFunctionMode):
-    """While active, `F.cross_entropy` of logits split along the class dim is computed from the split parts, and what is
-    done to the logits on the way there is done to the parts.
+    """Function mode that computes `F.cross_entropy` of split logits from the local parts.
 
-    What `DTensor` cannot do to parts is done to full logits: they are gathered, which costs memory and an all-gather,
-    and is logged once.
+    Other operations on the logits run on the parts too, as `DTensor` operations. If `DTensor` does not support an
+    operation, the logits are gathered, which costs memory and an all-gather, and is logged once.
     """
 
     def __init__(self, context: SplitContext) -> None:
@@ -61,7 +59,7 @@ class SplitLossMode(TorchFunctionMode):
         return func(*tree_map(_full, args), **tree_map(_full, kwargs))
 
     def _on_parts(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs `func` on split logits and full tensors: a bias that is added, a mask that picks rows."""
+        """Runs `func` on split logits and replicated tensors, such as a bias or a row mask."""
 
         def split(value: Any) -> Any:
             if isinstance(value, Tensor) and not isinstance(value, DTensor):
@@ -91,7 +89,7 @@ def _full(value: Any) -> Any:
 
 
 def _cross_entropy(context: SplitContext, input: DTensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
-    """`F.cross_entropy` with its own signature, on split logits."""
+    """`F.cross_entropy`, with its signature, of split logits."""
     if target.is_floating_point():  # class probabilities: rare, and as large as the logits themselves
         return F.cross_entropy(_full(input), target, *args, **kwargs)
     dim = _class_dim(input)

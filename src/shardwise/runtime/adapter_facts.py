@@ -1,4 +1,4 @@
-"""Reads off a model with adapters what its base is called, and what the adapters add to it."""
+"""Describes the adapters of a model: the names in the base model, and the parameters that the adapters add."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Place:
     """A module of a model with adapters.
 
     Attributes:
-        fqn: its name.
-        base: its name, or that of what it wraps, in the base.
-        is_wrapper: whether it is around a module of the base and no such module itself.
-        is_copy: whether it is a trained copy of one.
+        fqn: the module's name in the model with adapters.
+        base: the module's name in the base model; for a wrapper, the name of the module that it wraps.
+        is_wrapper: whether the module wraps a base module and is not itself part of the base.
+        is_copy: whether the module is a trained copy (`modules_to_save`) of a base module.
     """
 
     fqn: str
@@ -38,8 +38,8 @@ class Place:
 
 
 def places_in(model: nn.Module) -> Iterator[Place]:
-    """Every module of the base, with the wrappers around it and copies of it, in the model's own order; not what is an
-    adapter's own. Modules with several names come once.
+    """Yields every base module, its wrappers and its trained copies in the model's order, each module once. The
+    adapters' own modules are left out.
     """
     seen: set[int] = set()
 
@@ -66,7 +66,9 @@ def places_in(model: nn.Module) -> Iterator[Place]:
 
 
 def names_in_base(model: nn.Module) -> dict[str, str]:
-    """FQN of every parameter and buffer that is no adapter's, trained copies included, to its name in the base."""
+    """Maps the FQN of every parameter and buffer outside the adapters, trained copies included, to its name in the
+    base.
+    """
     return {
         fqn_of(place.fqn, own): fqn_of(place.base, own)
         for place in places_in(model)
@@ -77,7 +79,7 @@ def names_in_base(model: nn.Module) -> dict[str, str]:
 
 
 def read_adapters(model: nn.Module) -> AdapterFacts | None:
-    """What adapters change in the model; None where it has none."""
+    """Facts about the model's adapters; None if it has none."""
     places = list(places_in(model))
     if not any(place.is_wrapper for place in places):
         return None
@@ -97,7 +99,7 @@ def read_adapters(model: nn.Module) -> AdapterFacts | None:
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """A copy of the base of a model with adapters, on the meta device; `model` itself where it has none."""
+    """Copy of the base model on the meta device; `model` itself if it has no adapters."""
     if not has_adapters(model):
         return model
     memo: dict[int, Any] = {
@@ -132,7 +134,7 @@ def _adapted(place: Place, within: Mapping[int, str]) -> Adapted:
 
 
 def describe_adapter(fqn: str, wrapper: nn.Module, adapter: str) -> Adapted:
-    """What one adapter in `wrapper`, of that name, adds, as `read_adapters` says it of all."""
+    """Facts about the one adapter called `adapter` in `wrapper`. `read_adapters` gives the facts about all."""
     within = {id(module): fqn_of(fqn, name) for name, module in wrapper.named_modules()}
     adapted = _adapted(Place(fqn, wrapper, fqn, is_wrapper=True), within)
     depth = fqn.count(".") + 2
@@ -140,7 +142,7 @@ def describe_adapter(fqn: str, wrapper: nn.Module, adapter: str) -> Adapted:
 
 
 def _feature_dims(base: nn.Module, name: str) -> tuple[int, int]:
-    """The dims of input and of output features of a parameter of the base's."""
+    """The input-feature dim and the output-feature dim of a base parameter."""
     weight = base._parameters.get(name)
     if isinstance(base, nn.Embedding):
         return 0, 1
@@ -151,7 +153,7 @@ def _feature_dims(base: nn.Module, name: str) -> tuple[int, int]:
 
 
 def _own_parameters(fqn: str, wrapper: Any) -> Iterator[AdapterParameter]:
-    """What the wrapper holds besides what it wraps."""
+    """Yields the parameters that the wrapper adds to the base module."""
     for container in (*type(wrapper).adapter_layer_names, *getattr(wrapper, "other_param_names", ())):
         try:
             held = attrgetter(container)(wrapper)
@@ -166,10 +168,11 @@ def _own_parameters(fqn: str, wrapper: Any) -> Iterator[AdapterParameter]:
 
 
 def _reads_all(wrapper: Any, base: nn.Module, held: Set[str]) -> str:
-    """What kind of adapter it is, where it is not the sum of what A and B multiply: one of those reads more.
+    """Names the adapter's kind if it must read the full weight, because it is not plain `B @ A` added to the output;
+    else "".
 
     Args:
-        held: where in the wrapper its own parameters are.
+        held: names of the containers in the wrapper that hold the adapter's parameters.
     """
     variants = getattr(wrapper, "lora_variant", None)
     if variants:
@@ -182,7 +185,7 @@ def _reads_all(wrapper: Any, base: nn.Module, held: Set[str]) -> str:
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Alias FQN of every parameter with several names, to the first one."""
+    """Maps each alias FQN of a tied parameter to the parameter's first FQN."""
     first: dict[int, str] = {}
     tied = {}
     for fqn, module in model.named_modules():

@@ -1,9 +1,9 @@
-"""Adapters in a model: recognised by what PEFT's modules hold, split as their base is, and made to compute with that.
+"""Recognizes PEFT's modules by their structure.
 
 # [Note: adapters are recognised by structure]
-PEFT is optional, and what computes need not import it. Its tuner layers hold what they wrap as `base_layer`, copies
-that are trained in place of a module lie next to it as `modules_to_save`, and both say in `adapter_layer_names`
-where they keep what is theirs. How these divide is decided in `shardwise.plan.adapters`.
+PEFT is optional, so code that computes does not import it. A tuner layer holds the wrapped module as `base_layer`. A
+trained copy of a module lies next to the original in `modules_to_save`. Both list their own containers in
+`adapter_layer_names`. `shardwise.plan.adapters` decides how these parameters are split.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ __all__ = ["base_of", "find_model", "has_adapters", "is_adapter", "is_saved_copy
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Whether a module is one of PEFT's around another one, to which it adds something."""
+    """Whether `module` is a PEFT layer that wraps another module and adds to its output."""
     return _is_tuner(module) and not is_saved_copy(module) and base_of(module) is not None
 
 
 def is_saved_copy(module: nn.Module) -> bool:
-    """Whether a module is one of PEFT's that runs a trained copy in place of another one."""
+    """Whether `module` is a PEFT wrapper that runs a trained copy of a module (`modules_to_save`)."""
     return _is_tuner(module) and {"original_module", "modules_to_save"} <= module._modules.keys()
 
 
 def base_of(module: nn.Module) -> nn.Module | None:
-    """What one of PEFT's modules wraps; it may be wrapped itself."""
+    """The module that a PEFT module wraps, which may be a wrapper too; None if it wraps nothing."""
     inner = module._modules.get("base_layer") or module._modules.get("original_module")
     return inner or next((each for each in module._modules.values() if each is not None and _is_tuner(each)), None)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module of the base that is inside of all of PEFT's around it."""
+    """The base module inside all PEFT wrappers around it."""
     while _is_tuner(module) and (base := base_of(module)) is not None:
         module = base
     return module
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether any module of a model is one of PEFT's."""
+    """Whether any module of the model belongs to PEFT."""
     return any(map(_is_tuner, model.modules()))
 
 
 def find_model(model: nn.Module) -> nn.Module:
-    """The model inside of PEFT's own two wrappers around it; `model` itself where it has none."""
+    """The transformers model inside PEFT's two outer wrappers; `model` itself if there are none."""
     tuner = model._modules.get("base_model")
     if tuner is None or not hasattr(model, "peft_config"):
         return model

@@ -1,4 +1,4 @@
-"""The arguments and outputs of a module's forward, changed in place of the caller's."""
+"""Changes arguments and outputs of a module's forward."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Arguments = dict[str, Any]
 
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
-    """The names of the arguments that the module's forward takes, in order; without `*args` and `**kwargs`."""
+    """Names of the arguments of the module's forward, in order, without `*args` and `**kwargs`."""
     forward = module.forward
     if "forward" in vars(module) or not isinstance(forward, MethodType):
         return _names_of(forward)  # which may hold a model, and so is not kept
@@ -46,11 +46,11 @@ def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def edit_arguments(module: nn.Module, edit: Callable[[nn.Module, Arguments], None]) -> None:
-    """Has `edit` change the arguments of every forward of `module`, by their names, before it runs.
+    """Registers a forward pre-hook that lets `edit` change the module's arguments by name.
 
     Args:
-        edit: is given the module and its arguments in the caller's order, and changes them in place. What a forward
-            takes as `*args` goes by its numbers.
+        edit: called with the module and a dict of its arguments in the caller's order; changes the dict in place. The
+            keys of `*args` are their positions as text.
     """
     names = argument_names(module)
 
@@ -63,7 +63,7 @@ def edit_arguments(module: nn.Module, edit: Callable[[nn.Module, Arguments], Non
 def edited(
     names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any], edit: Callable[[Arguments], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of one call as `edit` leaves them; `names` are those of the positional ones."""
+    """Arguments of one call after `edit` has changed them. `names`: names of the positional arguments."""
     numbers = map(str, range(len(names), len(args)))
     arguments = {**dict(zip((*names, *numbers), args, strict=False)), **kwargs}
     edit(arguments)
@@ -72,20 +72,20 @@ def edited(
 
 
 def change_arguments(module: nn.Module, names: Iterable[str], change: Change) -> None:
-    """Applies `change` to the tensors among the arguments called `names`, in every forward of `module`."""
+    """Applies `change` to the tensor arguments called `names` in every forward of `module`."""
     changes = dict.fromkeys(names, change)
     edit_arguments(module, lambda _, arguments: change_each(arguments, changes))
 
 
 def change_each(arguments: Arguments, changes: Mapping[str, Change]) -> None:
-    """Applies to each tensor its own of `changes`, which are by names of arguments."""
+    """Applies `changes[name]` to each tensor argument of that name, in place."""
     for name, change in changes.items():
         if isinstance(arguments.get(name), Tensor):
             arguments[name] = change(arguments[name])
 
 
 def change_hidden(module: nn.Module, change: Change) -> None:
-    """Applies `change` to the hidden states in every forward of `module`."""
+    """Applies `change` to the hidden states that every forward of `module` receives."""
 
     def edit(module: nn.Module, arguments: Arguments) -> None:
         name = hidden_name(arguments)
@@ -96,9 +96,7 @@ def change_hidden(module: nn.Module, change: Change) -> None:
 
 
 def hidden_name(arguments: Arguments) -> str | None:
-    """Which argument is the hidden states: the one of that name, as transformers calls it, or the first tensor of
-    floating-point numbers.
-    """
+    """Name of the argument that holds the hidden states: `hidden_states`, else the first floating-point tensor."""
     if isinstance(arguments.get("hidden_states"), Tensor):
         return "hidden_states"
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
@@ -106,7 +104,7 @@ def hidden_name(arguments: Arguments) -> str | None:
 
 
 def map_first(output: Any, change: Change) -> Any:
-    """Applies `change` to a module's output, or to the first element of it where it is a tuple."""
+    """Applies `change` to a module's output, or to the first element of a tuple or list."""
     if isinstance(output, Tensor):
         return change(output)
     return type(output)((change(output[0]), *output[1:])) if isinstance(output, list | tuple) else output

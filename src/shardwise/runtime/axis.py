@@ -1,4 +1,4 @@
-"""One axis of the mesh, as this rank sees it."""
+"""One axis of the mesh from this rank's view."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Axis"]
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh, as this rank sees it.
+    """One axis of the mesh from this rank's view.
 
     Attributes:
-        name: of the axis, such as "tp".
-        group: the process group along it; None where the axis has one rank.
-        size: ranks along it.
-        coord: this rank's position.
+        name: name of the axis, such as "tp".
+        group: process group along the axis; None if the axis has one rank.
+        size: number of ranks along the axis.
+        coord: this rank's coordinate on the axis.
     """
 
     name: str
@@ -29,22 +29,23 @@ class Axis:
 
     @classmethod
     def of(cls, mesh: Mesh, name: str) -> Axis:
-        """The axis called `name` of a mesh."""
+        """The axis called `name` of `mesh`."""
         return cls(name, group=mesh.group(name), size=mesh.size(name), coord=mesh.coord(name))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Axis:
         return self  # process groups cannot be copied
 
     def even_sizes(self, length: int) -> tuple[int, ...]:
-        """Lengths of the ranks' parts of `length` elements, as `torch.chunk` splits them."""
+        """Length of each rank's part of `length` elements, chunked like `torch.chunk`."""
         run = -(-length // self.size)
         return tuple(min(length, (coord + 1) * run) - min(length, coord * run) for coord in range(self.size))
 
     def equal_sizes(self, length: int) -> tuple[int, ...]:
-        """As `even_sizes`, of a sequence whose parts are joined without asking how long they are.
+        """Length of each rank's part of a sequence that must divide evenly, because ranks gather it without exchanging
+        lengths.
 
         Raises:
-            BatchError: they would not be equal. The same on every rank.
+            BatchError: `length` is not divisible by the size of the axis. The same on every rank.
         """
         if length % self.size:
             raise BatchError(

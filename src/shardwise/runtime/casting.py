@@ -1,11 +1,10 @@
-"""Parameters that are read in another dtype than they are stored in.
+"""Casts parameters when a forward reads them, for mixed precision without FSDP2.
 
 # [Note: cast where it is read]
-Modules keep their parameters, and read them cast while a forward of a unit is under way, or a part of one is computed
-again. Nothing is written where that happens, so compiled and recomputed blocks may hold it. Autograd takes gradients
-back to the parameters at rest. What a unit has read once it reads again from here until its forward ends; the casts
-live as long as backward needs them, as FSDP2's gathered parameters do between forward and backward at ZeRO stage 2. In
-a pipeline the microbatches of a step share them: there are as many between forward and backward as there are stages.
+Modules keep their parameters in the stored dtype. While a unit's forward runs or is recomputed, reading a parameter
+returns a cast copy. Reading writes nothing, so compiled and recomputed blocks may do it. Autograd casts gradients back
+to the stored dtype. A unit casts each parameter once per forward; backward keeps the cast copies alive, like FSDP2's
+gathered parameters at ZeRO stage 2. The microbatches of a pipeline step share the copies.
 """
 
 from __future__ import annotations
@@ -23,11 +22,12 @@ __all__ = ["Casting", "cast_values"]
 
 @dataclass(eq=False)
 class Casting:
-    """The dtype that a model computes in, and what has been cast.
+    """The dtype in which a model computes, and the parameters that are already cast.
 
     Attributes:
-        is_on: whether a forward of a unit is under way.
-        shared: what has been cast, while the microbatches of a pipeline share it; else None.
+        dtype: the dtype of computation.
+        is_on: whether a unit's forward is running.
+        shared: cast parameters that the microbatches of a pipeline step share; None outside of such a step.
     """
 
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class Casting:
     _known: dict[tuple[int, bool], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __call__(self, parameter: Any) -> Any:
-        """What is read of a parameter."""
+        """The value that a module reads for `parameter`: cast while a unit's forward runs, else as it is stored."""
         if not self.is_on or parameter is None:
             return parameter
         if torch.compiler.is_compiling():
@@ -49,7 +49,7 @@ class Casting:
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        """Inside, a unit computes."""
+        """Context manager around a unit's forward."""
         before, self.is_on = self.is_on, True
         if torch.compiler.is_compiling():
             try:
@@ -65,7 +65,9 @@ class Casting:
 
 
 def cast_values(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with its floating-point tensors cast, also those in plain containers; caches and the like stay."""
+    """Casts the floating-point tensors in `value`, also inside tuples, lists and dicts. Other objects, such as caches,
+    are returned unchanged.
+    """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if type(value) in (tuple, list):

@@ -1,4 +1,4 @@
-"""Checks of values: at once where they are at hand, by the device where reading them would stall it."""
+"""Checks of tensor values: immediately on CPU, asynchronously on the device."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["check_index"]
 
 
 def check_index(valid: Tensor, rule: str, say: Callable[[], str]) -> None:
-    """Raises where `valid` is false.
+    """Raises if `valid` is false.
 
     Args:
-        valid: bool, a scalar. On a fake tensor, whose values nobody knows, nothing is checked.
-        rule: what the device says.
-        say: makes the message with the values, for the host.
+        valid: bool scalar. A fake tensor is not checked.
+        rule: error message on the device.
+        say: builds the error message with values, on the host.
 
     Raises:
-        IndexError: on CPUs. GPUs fail asynchronously.
+        IndexError: on CPU. A GPU fails asynchronously.
     """
     if valid.device.type != "cpu":
         torch._assert_async(valid, rule)

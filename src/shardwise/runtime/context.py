@@ -1,4 +1,4 @@
-"""What the split modules of one model share while it runs."""
+"""State that the split modules of one model share while the model runs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = ["SplitContext"]
 
 @dataclass
 class Steps:
-    """The steps of optimizers, which ranks of one stage take alike: compared before the next training step."""
+    """Log of the optimizer steps of one model. Ranks of one stage compare it before the next training step."""
 
     count: int = 0
     digest: int = 0
     last: str = "nothing"
 
     def add(self, described: str) -> None:
-        """Notes a step: of which optimizer, with which options."""
+        """Adds a step. `described`: the optimizer's class and options."""
         self.count, self.digest, self.last = self.count + 1, zlib.crc32(described.encode(), self.digest), described
 
     def __str__(self) -> str:
@@ -39,28 +39,28 @@ class Steps:
 
 @dataclass
 class SplitContext:
-    """The axes over which a model is split, and the forward of it that is under way.
+    """State that the split modules of one model share: the mesh axes, and the forward that is running.
 
-    Attributes, which the split decides:
-        tp: the axis of tensor parallelism.
-        mesh: one-dimensional `DeviceMesh` of the tp axis, for the logits; None in one process.
-        device: what modules run on, and draw random numbers from.
-        timeout: of the mesh.
-        same_rows: the group of all ranks that must be given the same rows, where it is a larger one than that of `tp`.
-        has_dropout: whether anything in the model draws random numbers in training.
-        is_compiled: whether layers are compiled, whose hooks stay as they are.
-        model_name: the model's class, for messages.
+    Attributes set by the split:
+        tp: the tensor-parallel axis.
+        mesh: one-dimensional `DeviceMesh` of the tp axis, used for logits; None in one process.
+        device: device on which modules compute and draw random numbers.
+        timeout: timeout of the mesh's process groups.
+        same_rows: group of all ranks that must receive the same rows, if it is larger than the tp group (tp and pp).
+        has_dropout: whether any module draws random numbers in training.
+        is_compiled: whether layers are compiled. Hooks of compiled layers must not change.
+        model_name: class name of the model, for messages.
 
-    Of the step or forward under way:
-        state: of the forward. Each has its own: forwards of copies of a model, which share this context, may be nested,
-            and backward may recompute parts of an earlier one after a later one has run.
-        drops_output: whether nobody is given what forwards return besides the loss.
-        batch_compared: whether forwards are given parts of a batch that `same_rows` have compared.
+    Attributes of the running step or forward:
+        state: state of the running forward. Each forward has its own, because forwards of copies of a model, which
+            share this context, may be nested, and because backward may recompute parts of an earlier forward.
+        drops_output: whether the caller uses only the loss of the forward's output.
+        batch_compared: whether the ranks of `same_rows` have already compared the batch.
 
-    Of all so far:
-        gathered_for: functions for which a forward has had to gather split logits.
+    Attributes that accumulate:
+        gathered_for: functions for which a forward had to gather split logits.
         last_gathered: name of the split logits that were gathered last.
-        steps: what optimizers have done to the parameters, by which steps.
+        steps: log of the optimizer steps.
     """
 
     tp: Axis = Axis("tp")  # noqa: RUF009 - frozen
@@ -83,7 +83,7 @@ class SplitContext:
 
     @classmethod
     def of(cls, mesh: Mesh, *, has_dropout: bool = False) -> SplitContext:
-        """That of a new model over a mesh."""
+        """Context of a new model on `mesh`."""
         return cls(
             tp=Axis.of(mesh, "tp"),
             mesh=mesh.tensor_mesh,
@@ -98,16 +98,18 @@ class SplitContext:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a forward is."""
+        """Whether a forward is running."""
         return bool(self._around)
 
     def begin_forward(self, module: nn.Module) -> None:
-        """A forward of the model, or of a module of it, begins, perhaps within another one."""
+        """Starts the state of a forward of `module` (the model or one of its modules). Forwards may be nested."""
         self._around.append((module, self.state))
         self.state = ForwardState()
 
     def end_forward(self, module: nn.Module) -> None:
-        """It has ended, perhaps by an error. The outermost one's state stays for what backward recomputes."""
+        """Ends the forward of `module`, also after an exception. The state of the outermost forward is kept for
+        recomputation in backward.
+        """
         if self._around and self._around[-1][0] is module:
             self.state.end()
             _, around = self._around.pop()
@@ -116,7 +118,7 @@ class SplitContext:
 
     @contextmanager
     def resumed(self, state: ForwardState) -> Iterator[None]:
-        """Inside, the forward under way is that of `state`, of which a part is recomputed."""
+        """Context manager: makes `state` the running forward's state while a part of that forward is recomputed."""
         current, self.state = self.state, state
         try:
             yield
@@ -124,27 +126,28 @@ class SplitContext:
             self.state = current
 
     def fork_rng(self, level: str, module: nn.Module, *, replicated: str = "") -> None:
-        """From here to `restore_rng(level)` random numbers come from another stream (see [Note: random numbers]).
+        """Switches to another random stream until `restore_rng(level)` (see [Note: random numbers]).
 
         Args:
-            level: "layer", "full_sequence", "region" or "adapter", each inside of the one before.
-            module: what draws them; nothing happens unless it trains and the model has dropout.
-            replicated: where the stream is rank-local, the name of a replicated stream: the module's, because what
-                several modules of a layer drop must not repeat.
+            level: "layer", "full_sequence", "region" or "adapter"; each level nests inside the one before.
+            module: module that draws the numbers. Nothing happens unless it is in training mode and the model has
+                dropout.
+            replicated: name of a replicated stream to use inside a rank-local one. Use the module's name, so that
+                modules of one layer draw different masks.
         """
         if self.has_dropout and module.training:
             self.state.random.begin(level, self.device, self.tp.coord, replicated=replicated)
 
     def restore_rng(self, level: str) -> None:
-        """Back to the stream before `fork_rng(level)`, if that has not happened yet."""
+        """Restores the random stream that was active before `fork_rng(level)`. Does nothing if it is already restored."""
         self.state.random.end(level)
 
     def draw_seed(self, module: nn.Module) -> int | None:
-        """A number for `stage_stream`, drawn from the stream that all ranks share; None where nothing is dropped."""
+        """Seed for `stage_stream`, drawn from the replicated stream; None if nothing is dropped."""
         return int(torch.empty((), dtype=torch.int64).random_()) if self.has_dropout and module.training else None
 
     @contextmanager
     def stage_stream(self, seed: int | None, stage: int, microbatch: int) -> Iterator[None]:
-        """Inside, random numbers are those of one stage and microbatch (see [Note: random numbers])."""
+        """Context manager: switches to the random stream of one stage and microbatch (see [Note: random numbers])."""
         with nullcontext() if seed is None else device_rng(self.device, mix(seed, f"{stage}.{microbatch}")):
             yield

@@ -15,11 +15,12 @@ __all__ = ["SplitEmbedding"]
 
 
 class SplitEmbedding:
-    """Mixin of an embedding, or of the adapters around one, that holds rows `[start, start + rows)` of a vocabulary of
-    any size, or some features of every row.
+    """Mixin of an embedding, or of its adapters, that is split by vocabulary rows or by features.
 
-    Communicates: over tp, of rows one all-reduce of the looked-up rows forward, of features one all-gather; nothing
-    backward.
+    A rank holds either rows `[start, start + rows)` of the vocabulary or some features of every row.
+
+    Communicates: over tp. Split by rows: one all-reduce of the embedded tokens in forward. Split by features: one
+    all-gather in forward. Nothing in backward.
     """
 
     _axis: Axis

@@ -1,4 +1,4 @@
-"""What one forward of a split model carries, from the model's entry to its end."""
+"""State of one forward of a split model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["ForwardState", "GradientFactor", "Sum", "ends_missing"]
 
 @dataclass
 class Entered:
-    """The tensors that entered regions last, by their slots (which input, and how), with what the regions were given.
+    """Cache of the tensors that entered regions last, by slot (which input, and how it enters).
 
     # [Note: entered once]
-    Regions that are given the very same tensor (the query, key and value of an attention that are regions of their own,
-    an attention and an MLP in parallel, the encoder's states in every layer of a decoder) share one entry: its
-    gradients meet after it, and one collective sums them. Sharing is by identity, which is the same on every rank.
+    Several regions may receive the very same tensor: the query, key and value of an attention that are separate
+    regions, an attention and an MLP in parallel, or the encoder's output in every decoder layer. These regions share
+    one entry, so that one collective sums their gradients. Sharing is by identity, which is the same on every rank.
     """
 
     _slots: dict[Hashable, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = field(default_factory=dict)
@@ -32,9 +32,10 @@ class Entered:
     def get_or_enter(
         self, slot: Hashable, x: torch.Tensor, enter: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """`enter(x)`, or what it gave for `x` before if nothing else has been in the slot since.
+        """Returns the cached `enter(x)` if `x` is still the last tensor in `slot`; else computes it.
 
-        Only where there is a graph: nothing is summed without one, and what was made without one must not enter one.
+        Caches only while a graph is recorded: without one no gradient is summed, and a tensor made without a graph must
+        not enter a graph.
         """
         if not (torch.is_grad_enabled() and x.requires_grad):
             return enter(x)
@@ -46,13 +47,13 @@ class Entered:
         return given
 
     def clear(self) -> None:
-        """Forgets everything: the next forward starts again."""
+        """Empties the cache."""
         self._slots.clear()
 
 
 @dataclass
 class GradientFactor:
-    """A hook on a tensor that multiplies its gradient, by a number that may be known only later in the forward."""
+    """Tensor hook that multiplies the gradient by `value`. `value` may be set later in the forward."""
 
     value: float = 1.0
 
@@ -61,7 +62,7 @@ class GradientFactor:
 
 
 class Sum(NamedTuple):
-    """A sum over `num_ranks` inside of a region, its version when it was made, and the factor of its gradient."""
+    """A tensor that was summed over `num_ranks` inside a region: its version when it was made, and its gradient factor."""
 
     x: torch.Tensor
     version: int
@@ -71,21 +72,22 @@ class Sum(NamedTuple):
 
 @dataclass
 class ForwardState:
-    """What one forward carries, from the model's entry to its end, and again where a part of it is recomputed.
+    """State of one forward, from the model's entry to its end. Recomputation uses a copy.
 
     Attributes:
-        lengths: FQN of every stack to the true length of its sequence, set where it is entered: parts are padded to
-            equal lengths, and the padding is removed inside every region.
-        open_stack: name of the stack of layers whose first one has split the sequence and whose last one has not yet
-            gathered it.
-        stack_rows: batch size of what entered the stack of layers under way.
-        rows: batch size of what entered the region under way, 0 where that was flattened to tokens.
+        lengths: true sequence length of every stack of layers, by the stack's FQN; set on entry. Ranks' parts are
+            padded to equal lengths, and every region removes the padding.
+        open_stack: name of the stack whose first layer has split the sequence and whose last layer has not yet gathered
+            it.
+        stack_rows: batch size at the entry of the running stack.
+        rows: batch size at the entry of the running region; 0 if its input is flattened to tokens.
         keep_logits_split: whether the forward computes its loss inside, so that logits stay split.
-        entered: what has entered regions lately and what they were given for it (see [Note: entered once]).
-        sums: what row-split linears have summed in the region under way (see [Note: after the sum]); None outside.
-        pending_sum: the partial sum of a region that is left to a later one of the same layer.
-        loss_mode: the mode that a head has entered.
-        random: the streams of random numbers that were begun.
+        entered: cache of region inputs (see [Note: entered once]).
+        sums: tensors that row-split linears have summed in the running region (see [Note: after the sum]); None outside
+            of regions.
+        pending_sum: partial sum that a later region of the same layer will reduce.
+        loss_mode: function mode that the head has entered.
+        random: random streams that have begun.
     """
 
     lengths: dict[str, int] = field(default_factory=dict)
@@ -100,26 +102,26 @@ class ForwardState:
     random: RandomStreams = field(default_factory=RandomStreams)
 
     def copy(self) -> ForwardState:
-        """The state for computing again what begins now."""
+        """Copy of the state, used to recompute the part that begins now."""
         return replace(self, entered=Entered(), sums=None, random=self.random.copy())
 
     def enter_rows(self, rows: int) -> None:
-        """The batch size of what enters the region that follows, 0 where that is flattened to tokens."""
+        """Sets the batch size at the entry of the next region; 0 if its input is flattened to tokens."""
         if rows != self.rows:  # a write makes torch.compile compile again
             self.rows = rows
 
     def length_of(self, stack: str) -> int:
-        """The true length of the sequence in a stack of layers.
+        """True sequence length of a stack of layers.
 
         Raises:
-            LayoutError: its first layer has not run.
+            LayoutError: the first layer of the stack has not run.
         """
         if stack not in self.lengths:
             raise ends_missing(stack, "the first of its layers has not run")
         return self.lengths[stack]
 
     def end(self) -> None:
-        """Ends what is under way, also where the forward raised."""
+        """Ends the forward, also after an exception."""
         self.keep_logits_split = False
         self.end_layers()
         if self.loss_mode is not None:
@@ -127,14 +129,14 @@ class ForwardState:
             leave_mode(mode)
 
     def end_layers(self) -> None:
-        """Ends what stacks of layers, and what runs before them, have under way."""
+        """Ends what the running stack of layers has begun."""
         self.entered.clear()
         self.sums = self.pending_sum = self.open_stack = None
         self.random.end("layer")
 
 
 def ends_missing(stack: str, what: str) -> LayoutError:
-    """The error for a stack of layers of which an end does not run."""
+    """Error for a stack of layers whose first or last layer does not run."""
     return LayoutError(
         f"{stack} does not run from its first layer to its last with sequence parallelism: {what}",
         why="the first layer splits the sequence over tp, and the last one gathers it",

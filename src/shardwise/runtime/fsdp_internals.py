@@ -1,29 +1,28 @@
-"""What FSDP2 keeps to itself and we need: the one file that reads private names of `torch.distributed.fsdp`.
+"""Access to private names of `torch.distributed.fsdp`. No other file reads them.
 
-Every private name stands in one function or method here. They were read in torch 2.11, 2.12 and 2.13; what a version
-lacks is said where it is asked for.
+Each private name is read in one function here. The names were checked in torch 2.11, 2.12 and 2.13.
 
 # [Note: left gathered]
-After a forward without backward FSDP2 leaves the last units gathered, or all: a module then has other parameters than
-those at rest, which alone count. So a forward without gradients frees them when it ends. After one with gradients
-backward may come: `zero_grad` frees them first, a changed `requires_grad` is carried over, and an optimizer over
-gathered parameters is an error.
+After a forward without backward, FSDP2 leaves some units gathered. Their modules then hold unsharded parameters instead
+of the sharded ones that optimizers know. So a forward without gradients frees them when it ends. After a forward with
+gradients a backward may still come: `zero_grad` frees them first, and a changed `requires_grad` is carried over. An
+optimizer over gathered parameters is an error.
 
 # [Note: a part called alone]
-FSDP2 takes the first module that runs for its root, and gathers what is in no unit when the root runs. But generation
-runs an encoder by itself, and a loop of one's own may run the base model, or the head on chunks of the sequence. So
-what FSDP2 does around the root's forward is done around such a call, too.
+FSDP2 treats the first module that runs as its root, and gathers parameters outside of units when the root runs.
+Generation runs an encoder alone, and a user's loop may run the base model, or the head on chunks of the sequence. So
+such a call runs FSDP2's root hooks too.
 
 # [Note: parameters that no rank used]
-Ranks that run other experts, or other branches, must reduce the same gradients all the same. So FSDP2 reduces zeros for
-the parameters of a unit that a rank has not used. Where no rank has used one, the unsplit model has no gradient, and an
-optimizer leaves the parameter as it is; zeros it would decay, and move by momentum. So what FSDP2 takes is noted before
-it is reduced, and the gradient phase tells the ranks of each other's (`optim/summing.py`): a gradient that was None
-before, and that nobody contributed to, becomes None again. FSDP2 may hold a gradient back over several backwards before
-it reduces: a note is kept until the parameter has its sum.
+Ranks that run different experts or branches must still reduce the same gradients. So FSDP2 reduces zeros for the
+parameters that a rank did not use. If no rank used a parameter, the unsplit model has no gradient for it, and an
+optimizer skips it; with a zero gradient, weight decay and momentum would change it. So this rank records which
+gradients it contributes. In the gradient phase ranks exchange these records (`optim/summing.py`), and a gradient that
+was None before and that no rank contributed to becomes None again. FSDP2 may accumulate over several backwards before
+it reduces: a record is kept until the parameter is reduced.
 
-A tensor that a unit receives and does not use has no gradient either; FSDP2, which passes all of them through a
-function of its own, would make it zeros, and so of the parameters that it was made of (`keep_unused_gradients_none`).
+A unit may also receive a tensor that it does not use. FSDP2 passes all inputs through an autograd function, which would
+turn the missing gradient into zeros. `keep_unused_gradients_none` prevents that.
 """
 
 from __future__ import annotations
@@ -57,19 +56,19 @@ _REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # tor
 
 
 def units_of(root: nn.Module) -> list[FSDPModule]:
-    """The modules in `root` that FSDP2 gathers by themselves, `root` included."""
+    """FSDP2 units (`FSDPModule`) in `root`, including `root`."""
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
 def _groups(unit: FSDPModule) -> list[Any]:
-    """FSDP2's groups of parameters that are gathered and reduced together (`FSDPParamGroup`) of a unit."""
+    """The `FSDPParamGroup`s of a unit."""
     state = unit._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
 
 def _fsdp_params(root: nn.Module) -> Iterator[Any]:
-    """FSDP2's parameters (`FSDPParam`) of all units in `root`."""
+    """Yields every `FSDPParam` in `root`."""
     for unit in units_of(root):
         for group in _groups(unit):
             yield from group.fsdp_params
@@ -82,7 +81,7 @@ def _gathered(fsdp_param: Any) -> nn.Parameter | None:
 
 
 def free(unit: FSDPModule) -> None:
-    """Frees a unit's gathered parameters: its modules have those at rest again."""
+    """Frees a unit's gathered parameters, so that its modules hold the sharded ones again."""
     groups = _groups(unit)
     if not all(group.is_sharded for group in groups):
         for group in groups:
@@ -100,12 +99,12 @@ def free_after_evaluation(root: nn.Module, *_: Any) -> None:
 
 
 def gathered_parameters(root: nn.Module) -> set[nn.Parameter]:
-    """The parameters that modules have in place of those at rest while these are gathered."""
+    """The unsharded parameters that modules hold while units are gathered."""
     return {parameter for each in _fsdp_params(root) if (parameter := _gathered(each)) is not None}
 
 
 def drop_unreduced(root: nn.Module) -> None:
-    """Drops gradients in all units of `root` that FSDP2 keeps for a later backward to reduce."""
+    """Drops the gradients in all units of `root` that FSDP2 keeps for a later backward to reduce."""
     for unit in units_of(root):
         for group in _groups(unit):
             group._partial_reduce_output = None
@@ -117,11 +116,11 @@ def drop_unreduced(root: nn.Module) -> None:
 
 
 def reset_interrupted(root: FSDPModule) -> None:
-    """Has FSDP2 forget a forward or backward that ended in an exception, with what it had not yet reduced; not inside
-    of a backward, which recomputes.
+    """Resets FSDP2 after a forward or backward that raised, and drops unreduced gradients. Does nothing inside a
+    backward.
 
     Raises:
-        UnsupportedError: a backward ended so, after which torch before 2.13 reduces no gradients.
+        UnsupportedError: a backward was interrupted on torch before 2.13, which would reduce no gradients afterwards.
     """
     if torch._C._current_graph_task_id() != -1:
         return
@@ -140,11 +139,11 @@ def reset_interrupted(root: FSDPModule) -> None:
 
 
 def carry_over_changes(root: nn.Module, units: Iterable[FSDPModule]) -> None:
-    """Before a forward: carries `requires_grad` set on gathered parameters over to those at rest.
+    """Carries `requires_grad` from gathered parameters over to the sharded ones, before a forward.
 
     Raises:
-        UnsupportedError: a module has another parameter than FSDP2 gathers for it: that one would be lost. Before the
-            first forward FSDP2 takes another `DTensor`, as `load_state_dict(assign=True)` puts in.
+        UnsupportedError: a module holds a parameter that FSDP2 does not know, which would not be trained. Before the
+            first forward FSDP2 adopts a new `DTensor`, such as `load_state_dict(assign=True)` assigns.
     """
     for group in [group for unit in units for group in _groups(unit)]:
         _carry_over_requires_grad(group)
@@ -170,8 +169,9 @@ def _carry_over_requires_grad(group: Any) -> None:
 
 
 def run_as_root(root: nn.Module, parts: Iterable[nn.Module]) -> None:
-    """Makes FSDP2 treat a call of one of `parts`, outside of a forward of `root`, as one of `root`; see [Note: a part
-    called alone]. Call it after FSDP2 has installed its hooks.
+    """Runs FSDP2's root hooks of `root` around a call of one of `parts` outside of a forward of `root`.
+
+    See [Note: a part called alone]. Call this after FSDP2 has installed its hooks.
     """
     running: list[nn.Module] = []
     units = units_of(root)
@@ -203,12 +203,13 @@ def run_as_root(root: nn.Module, parts: Iterable[nn.Module]) -> None:
 
 
 class UnusedParameters:
-    """Which parameters this rank's backwards have used since the last gradient phase, of the units that ranks may use
-    differently; see [Note: parameters that no rank used].
+    """Records which parameters this rank's backwards have used since the last gradient phase.
+
+    Covers the units that ranks may use differently; see [Note: parameters that no rank used].
 
     Attributes:
-        fills: whether zeros are put in place of missing gradients here, where FSDP2 does not (before torch 2.13).
-        has_reduced: whether FSDP2 has reduced any of it since the last gradient phase.
+        fills: whether this class replaces missing gradients by zeros, because FSDP2 does not (torch before 2.13).
+        has_reduced: whether FSDP2 has reduced any of the units since the last gradient phase.
     """
 
     def __init__(self) -> None:
@@ -222,7 +223,7 @@ class UnusedParameters:
         return bool(self._fsdp_params)
 
     def watch(self, unit: FSDPModule) -> None:
-        """Has FSDP2 reduce all trained parameters of a unit, whatever a rank has used, and notes which it has."""
+        """Makes FSDP2 reduce all trained parameters of `unit`, used or not, and records which were used."""
         if not self.fills:
             unit.set_reduce_scatter_unused_params(True, recurse=False)  # torch 2.13
         for group in _groups(unit):
@@ -248,11 +249,15 @@ class UnusedParameters:
         self.has_reduced |= is_reduced
 
     def used(self) -> list[bool]:
-        """Whether this rank has used each parameter: what ranks sum."""
+        """Whether this rank has used each parameter. Ranks sum these values."""
         return [number in self._used for number in range(len(self._fsdp_params))]
 
     def settle(self, counts: Tensor) -> None:
-        """Takes gradients away that no rank has contributed to. Args: counts `[n]`: `used`, summed over data ranks."""
+        """Sets the gradients to None that no rank has contributed to.
+
+        Args:
+            counts: int `[n]`, `used` summed over data ranks.
+        """
         absent = [self._fsdp_params[number].sharded_param for number in self._absent - self._used]
         if any(parameter.requires_grad for parameter in absent):  # only a rank that lacks one looks
             unused = {number for number, count in enumerate(counts.tolist()) if not count}
@@ -264,7 +269,7 @@ class UnusedParameters:
 
 
 def keep_unused_gradients_none(unit: FSDPModule) -> None:
-    """Leaves gradients of a unit's inputs absent where it makes none."""
+    """Keeps the gradients of a unit's inputs None where the unit makes none."""
     for group in _groups(unit):
         group._register_post_backward_hook = functools.partial(_pass_through, group._register_post_backward_hook)
 

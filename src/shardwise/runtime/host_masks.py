@@ -1,10 +1,10 @@
-"""Attention masks that the host knows, so that no forward asks the device what a mask hides.
+"""Attention masks whose content the host knows, so that no forward reads the mask back from the device.
 
 # [Note: rows known on the host]
-transformers looks whether positions restart in a row, or whether a mask hides anything, to leave the mask out where the
-kernel's own causal one will do: it waits for the device in every forward. A step has its batch on the host before and
-knows. It gives each forward a mask of two dims which carries that knowledge; the function that makes masks for our
-name, registered as transformers' `AttentionMaskInterface` has it, finds it there.
+transformers omits the mask if it hides nothing and no positions restart, because the kernel's causal mask is then
+enough. To find out, it reads from the device in every forward. A training step has seen the batch on the host and knows
+the answer. So it passes each forward a two-dimensional mask that carries a `HostMask`. Our mask function, registered
+under our name in transformers' `AttentionMaskInterface`, reads the answer there.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _CARRIED = "_shardwise_host_mask"
 
 @dataclass(eq=False)
 class HostMask:
-    """What the host knows of some rows.
+    """Facts about the rows of a batch that the host knows.
 
     Attributes:
-        mask: bool [rows, length], the forward's `attention_mask`: False where there is padding.
-        is_full: whether it hides nothing.
-        segments: int64 [rows, length], the number of each token's document in its row; None where each row is one.
-        positions: int64 [rows, length], from 0 in every document; None with `segments`.
-        is_used: whether the model has made its masks from this one.
+        mask: bool [rows, length], the forward's `attention_mask`: False at padding.
+        is_full: whether the mask hides nothing.
+        segments: int64 [rows, length], index of each token's document in its row; None if each row is one document.
+        positions: int64 [rows, length], counted from 0 in every document; None if `segments` is None.
+        is_used: whether the model has made its masks from this object.
     """
 
     mask: Tensor
@@ -51,8 +51,10 @@ class HostMask:
 
 
 def take_host_masks(model: nn.Module) -> bool:
-    """Has `model` attend under our name, in place, if it computes by transformers' functions for torch's kernels and
-    asks for no name itself; whether it does. `generate()` and evaluation work as before.
+    """Switches `model` to our attention name, in place, if that is possible (see `can_take_host_masks`). Returns
+    whether it did.
+
+    `generate()` and evaluation work as before.
     """
     if not can_take_host_masks(model):
         return False
@@ -64,7 +66,7 @@ def take_host_masks(model: nn.Module) -> bool:
 
 
 def can_take_host_masks(model: nn.Module) -> TypeGuard[PreTrainedModel]:
-    """Whether `take_host_masks` would; not of models with attentions of their own, such as with caps or sinks."""
+    """Whether the model uses transformers' SDPA attention and mask functions, and no attention of its own."""
     config = getattr(model, "config", None)
     if not isinstance(model, PreTrainedModel) or config is None or config.is_encoder_decoder:
         return False
@@ -77,7 +79,7 @@ def can_take_host_masks(model: nn.Module) -> TypeGuard[PreTrainedModel]:
 
 @functools.cache
 def _asks_for_names(module: Any) -> bool:
-    """Whether code of a module compares the attention's name, so that another name would change what it does."""
+    """Whether a Python module's source compares the attention's name, so that another name would change what it does."""
     try:
         return re.search(r"_attn_implementation\s*(==|!=|in\b|not\b)", inspect.getsource(module)) is not None
     except (OSError, TypeError):
@@ -85,11 +87,11 @@ def _asks_for_names(module: Any) -> bool:
 
 
 def read_host_mask(batch: Mapping[str, Any], device: torch.device) -> HostMask | None:
-    """What a batch on the host says of its rows; None where it is not there, or has a mask of more dims.
+    """Reads the `HostMask` of a batch; None if the batch is not on the host, or its mask has more than two dims.
 
     Args:
         batch: inputs of a forward.
-        device: where the forward will run.
+        device: device on which the forward will run.
     """
     tokens = batch.get("input_ids")
     tokens = batch.get("inputs_embeds") if tokens is None else tokens
@@ -113,7 +115,7 @@ def read_host_mask(batch: Mapping[str, Any], device: torch.device) -> HostMask |
 
 
 def host_mask_of(batch: Mapping[str, Any]) -> HostMask | None:
-    """The `HostMask` whose mask a forward of `batch` is given."""
+    """The `HostMask` that `batch`'s attention mask carries; None if it carries none."""
     return getattr(batch.get("attention_mask"), _CARRIED, None)
 
 
@@ -123,7 +125,7 @@ def _carried(rows: HostMask) -> HostMask:
 
 
 def _segments(positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Documents counted from 0 in each row; one begins wherever a position does not follow the one before."""
+    """Document index of each token in its row. A document begins wherever a position does not follow the one before."""
     segments = np.zeros_like(positions)
     segments[:, 1:] = (np.diff(positions, axis=1) != 1).cumsum(axis=1)
     return segments
@@ -143,7 +145,7 @@ def _make_mask(
     allow_is_bidirectional_skip: bool = False,
     **options: Any,
 ) -> Tensor | None:
-    """Transformers' `sdpa_mask`, which says what the arguments are; of a `HostMask` without a look at the device."""
+    """Calls transformers' `sdpa_mask`, without device reads if the mask carries a `HostMask`."""
     rows: HostMask | None = getattr(attention_mask, _CARRIED, None)
     if rows is not None:
         rows.is_used = True
@@ -164,7 +166,7 @@ def _make_mask(
 
 
 def _block_diagonal(mask_function: Any, rows: HostMask) -> Any:
-    """`mask_function` inside of documents, as transformers has it."""
+    """Restricts `mask_function` to tokens of the same document."""
     if (compatible := getattr(masking_utils, "packed_sequence_compatibility_function", None)) is not None:
         return compatible(mask_function, rows.positions, rows.segments)
     within = masking_utils.packed_sequence_mask_function(rows.segments)  # transformers 5.17

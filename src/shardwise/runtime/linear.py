@@ -23,24 +23,23 @@ __all__ = ["BiasRead", "RowSplit", "apply_mixin"]
 
 @dataclass(eq=False)
 class BiasRead:
-    """How a linear whose product is made by code of its own reads its bias (see `shardwise.runtime.reading`).
+    """Decides what a linear with its own forward code reads as its bias (see `shardwise.runtime.reading`).
 
     Attributes:
-        factor: what it is multiplied by; None: it is left out, and zeros stand in its place, since transformers' Conv1D
-            cannot do without.
+        factor: factor of the bias. None replaces the bias by zeros, because transformers' Conv1D requires one.
     """
 
     factor: int | None = 1
 
     def __call__(self, bias: Any) -> Any:
-        """What is read of the bias."""
+        """The value that the linear reads as its bias."""
         if bias is None or self.factor == 1:
             return bias
         return torch.zeros_like(bias) if self.factor is None else bias * self.factor
 
     @contextmanager
     def times(self, factor: int | None) -> Iterator[None]:
-        """Inside, the bias is multiplied by `factor`."""
+        """Context manager: multiplies the bias by `factor`."""
         before, self.factor = self.factor, factor
         try:
             yield
@@ -49,15 +48,15 @@ class BiasRead:
 
 
 class RowSplit:
-    """Mixin of a linear, or of the adapters around one, whose input features are split: its product is a partial sum
-    over tp ranks. The products of adapters are partial sums, too, and are summed with it (see [Note: the base's plan]
-    in `shardwise.plan.adapters`).
+    """Mixin of a linear, or of its adapters, whose input features are split over tp: its product is a partial sum.
 
-    The bias is added once: after the reduction, or, where the enclosing region reduces, by the first rank alone.
+    The products of adapters are partial sums too, and are summed with it (see [Note: the base's plan] in
+    `shardwise.plan.adapters`). The bias is added once: after the reduction, or by the first rank if the enclosing
+    region reduces.
 
-    Communicates: over tp, one all-reduce forward (a reduce-scatter along the sequence under sequence parallelism) and
-    nothing backward (an all-gather); nothing at all where the sum is left to another module, nor inside a region that
-    reduces at its output. Where the region continues with the sum, one all-reduce in each direction.
+    Communicates: over tp. One all-reduce in forward, nothing in backward; with sequence parallelism one reduce-scatter
+    in forward and one all-gather in backward. If the region continues after the sum, one all-reduce in each direction.
+    Nothing if another module reduces the sum.
     """
 
     _axis: Axis
@@ -70,8 +69,8 @@ class RowSplit:
     _adapts: bool = False
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
-        """Args: x `[..., in]`, per rank `[..., in / tp]`; options: of the forward of PEFT's adapters. Returns
-        `[..., out]`.
+        """Args: x `[..., in]`, per rank `[..., in / tp]`; options: keyword arguments of PEFT's forward. Returns `[...,
+        out]`.
         """
         context, axis, module = self._split, self._axis, cast(nn.Module, self)
         linear = unwrapped(module) if self._adapts else module
@@ -93,7 +92,7 @@ class RowSplit:
         return mark_full_gradient(out if bias is None else out + bias, context, axis)
 
     def _product(self, x: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
-        """The product of this rank's features, with `bias`: the linear's own, or what stands in its place."""
+        """Product of this rank's features, plus `bias`."""
         if self._bias is None:
             return F.linear(x, self.weight, bias)  # type: ignore[attr-defined]
         factor = None if self._reduces else 0 if self._axis.coord else 1
@@ -102,7 +101,9 @@ class RowSplit:
 
 
 def apply_mixin(module: nn.Module, mixin: type, **attributes: Any) -> None:
-    """Makes `module` an instance of `mixin` on top of its own class, in place; its name and parameters stay."""
+    """Makes `module` an instance of `mixin` and of its own class, in place. The class keeps its name, the module its
+    parameters.
+    """
     own_class: Any = type(module)
     module.__class__ = _combined(mixin, own_class)
     for name, value in attributes.items():

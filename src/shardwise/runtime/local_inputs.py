@@ -1,9 +1,9 @@
-"""What a module in a region is given of full tensors: its part of an input, a local shape, its share of a bias.
+"""Converts full inputs for modules inside a region: slices, local shapes and shares of a bias.
 
 # [Note: inputs with a local shape]
-Some attentions reshape what their heads computed by the size of what they were given
-(`embed_dim = hidden_states.size(2)`), which no attribute says that could be divided. On a rank, what the heads computed
-is a part; so the input is made to report the part's size, and still computes with all of its features.
+Some attentions reshape the output of their heads by the size of their input (`embed_dim = hidden_states.size(2)`). No
+attribute could be divided for them. A rank computes only its own heads, so the input reports the rank's part of the
+size, but still computes with all features.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _KEEPING = frozenset({"transpose", "permute", "contiguous"})
 
 
 def install_sliced(module: nn.Module, argument: str, *, dim: int, num_heads: int, enters: bool, axis: Axis) -> None:
-    """Gives `module` its own part of an input: of features, its last dim, a run; along another `dim`, its heads.
+    """Passes `module` only this rank's slice of an input: features if `dim` is the last dim, else heads.
 
-    Heads stand in the dim once, or in a row for every sequence.
+    Heads may repeat along the dim once per sequence.
 
     Args:
         enters: whether the input comes from outside of any region, so that its gradients must be summed here.
@@ -40,7 +40,7 @@ def install_sliced(module: nn.Module, argument: str, *, dim: int, num_heads: int
 
 
 def own_slice(x: Tensor, dim: int, num_heads: int, axis: Axis) -> Tensor:
-    """This rank's part of an input, see `install_sliced`. Communicates nothing."""
+    """This rank's slice of an input (see `install_sliced`). Communicates nothing."""
     if dim == x.ndim - 1:
         sizes = axis.even_sizes(x.shape[dim])
         return x.narrow(dim, sum(sizes[: axis.coord]), sizes[axis.coord])
@@ -52,13 +52,13 @@ def own_slice(x: Tensor, dim: int, num_heads: int, axis: Axis) -> Tensor:
 
 
 def install_local_shapes(module: nn.Module, argument: str, axis: Axis) -> None:
-    """Makes the input called `argument` report 1 / tp of the size of its last dim to `module`."""
+    """Makes the input called `argument` report 1 / size of its last dim to `module`."""
     change_arguments(module, [argument], lambda x: _with_local_size(x, x.shape[-1] // axis.size))
 
 
 class _LocalShapeTensor(Tensor):
-    """A tensor that reports a part of its last dim; whatever is computed from it, except views of the same features,
-    is a plain tensor.
+    """Tensor that reports a part of its last dim. Results computed from it are plain tensors, except views of the same
+    features.
     """
 
     _local_size: int
@@ -78,7 +78,7 @@ class _LocalShapeTensor(Tensor):
 
 
 def _with_last(sizes: Any, x_local: _LocalShapeTensor, args: Any, kwargs: Any) -> Any:
-    """What was asked of a tensor's sizes, with the local size for its last dim."""
+    """Result of a size query, with the local size for the last dim."""
     dim = args[0] if args else kwargs.get("dim")
     if dim is None:
         return torch.Size((*sizes[:-1], x_local._local_size))
@@ -86,7 +86,7 @@ def _with_last(sizes: Any, x_local: _LocalShapeTensor, args: Any, kwargs: Any) -
 
 
 class _FakeLocalShapeTensor(_LocalShapeTensor, FakeTensor):
-    """The same of a tensor without values, which must stay one."""
+    """`_LocalShapeTensor` that is also a fake tensor."""
 
 
 def _with_local_size(x: Tensor, size: int) -> Tensor:
@@ -100,7 +100,7 @@ def _with_local_size(x: Tensor, size: int) -> Tensor:
 def install_shares(module: nn.Module, names: tuple[str, ...], axis: Axis) -> None:
     """Makes the forward of `module` read the parameters called `names` divided by the size of the axis.
 
-    The module adds them to partial sums, which are then summed over the axis. Stored values do not change. Their
-    gradients are partial.
+    The module adds them to partial sums, which are then summed over the axis. Stored values do not change. The
+    gradients are partial sums.
     """
     read_in_forward(module, names, lambda parameter: parameter / axis.size)

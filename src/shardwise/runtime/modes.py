@@ -1,4 +1,4 @@
-"""Modes in which a forward may run: training or evaluation, by itself or inside of a backward, compiled or not."""
+"""Modes of a forward: training or evaluation, inside a backward, checkpointed, compiled."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ __all__ = [
 
 
 def is_in_backward() -> bool:
-    """Whether autograd is running a backward, in which checkpointing computes forwards again."""
+    """Whether autograd is running a backward, in which checkpointing recomputes forwards."""
     return torch._C._current_graph_task_id() >= 0
 
 
 def is_checkpointed() -> bool:
-    """Whether a forward runs in `torch.utils.checkpoint`, for the first time or again; without gradients it may be in
-    the reentrant one, which does not say so until then.
+    """Whether the forward runs inside `torch.utils.checkpoint`, the first time or recomputed. The first forward of
+    reentrant checkpointing, which runs without gradients, is not detected.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return is_in_backward() or (hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint")
 
 
 def leave_mode(mode: TorchFunctionMode) -> None:
-    """Ends a torch function mode, wherever it is on the stack of modes; those that were entered later go on."""
+    """Removes `mode` from the stack of torch function modes. Modes that were entered later stay."""
     later = []
     while (last := torch.overrides._pop_mode()) is not mode:
         later.append(last)
@@ -47,7 +47,7 @@ def leave_mode(mode: TorchFunctionMode) -> None:
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Runs a block in eval mode; afterwards every module is in the mode it was in, frozen ones in eval mode too."""
+    """Context manager: sets the model to eval mode, and restores the mode of every module afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -58,7 +58,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def has_dropout(source: nn.Module | PreTrainedConfig) -> bool:
-    """Whether anything in a model draws random numbers in training, as far as its modules and its config say."""
+    """Whether a model draws random numbers in training, judged by its modules and its config."""
     owners: list[object] = [source]
     if isinstance(source, nn.Module):
         owners = [*source.modules(), *([source.config] if getattr(source, "config", None) else [])]
@@ -68,7 +68,7 @@ def has_dropout(source: nn.Module | PreTrainedConfig) -> bool:
 
 
 def dropout_chances(owner: object) -> Iterator[str]:
-    """The attributes of a module or config that are chances to drop, or noise on routers."""
+    """Yields the names of attributes that are dropout probabilities or router noise."""
     for name, value in vars(owner).items():
         if isinstance(owner, nn.Dropout):
             is_chance = name == "p"
@@ -80,7 +80,7 @@ def dropout_chances(owner: object) -> Iterator[str]:
 
 @torch.compiler.disable
 def refuse_compiled(what: str, *, why: str) -> None:
-    """Raises `UnsupportedError` for what torch.compile traces and cannot compile, outside of the graph."""
+    """Raises `UnsupportedError` for a use of torch.compile that cannot work, outside of the compiled graph."""
     raise UnsupportedError(
         f"torch.compile of {what}",
         why=why,

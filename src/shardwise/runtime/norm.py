@@ -1,4 +1,4 @@
-"""Norms over features that are split over tp ranks: the statistics are shared, everything else is local."""
+"""Norms over features that are split over tp ranks. Ranks share the statistics and compute the rest locally."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_
 def compute_norm(
     formula: NormFormula, module: Any, x: Tensor, *, gate: Tensor | None, moments: Moments | None = None
 ) -> Tensor:
-    """The norm of `x` by `formula`, with the module's weight, bias and epsilon.
+    """Norm of `x` by `formula`, with the module's weight, bias and epsilon.
 
     Args:
-        x: `[..., features]`, any floating dtype; so is `gate`.
-        moments: computes the statistics; by default from the features of `x` alone.
+        x: `[..., features]`, any floating dtype.
+        gate: the same shape and dtype, or None.
+        moments: computes the statistics; default: from the features of `x` alone.
 
     Returns:
-        A tensor of the shape and dtype of `x`. Statistics are computed in float32.
+        Tensor with the shape and dtype of `x`. Statistics are computed in float32.
     """
     values = x.float()
     if gate is not None and formula.gate == "before":
@@ -51,7 +52,7 @@ def compute_norm(
 
 
 def moments_of(values: Tensor, *, centered: bool) -> tuple[Tensor | None, Tensor]:
-    """The mean (None unless `centered`) and the mean square around it, `[..., 1]` of `values` `[..., features]`."""
+    """Mean (None unless `centered`) and mean squared deviation, both `[..., 1]`, of `values` `[..., features]`."""
     if not centered:
         return None, values.pow(2).mean(-1, keepdim=True)
     variance, mean = torch.var_mean(values, -1, correction=0, keepdim=True)
@@ -59,13 +60,13 @@ def moments_of(values: Tensor, *, centered: bool) -> tuple[Tensor | None, Tensor
 
 
 class SplitNorm:
-    """Mixin of an RMS or layer norm whose features are split over tp ranks.
+    """Mixin of an RMS norm or layer norm whose features are split over tp ranks.
 
     Features that several ranks hold (replicated key/value heads) count once for each holder, in the sums and in the
-    number of features alike, so the statistics stay exact.
+    number of features, so the statistics stay exact.
 
-    Communicates: over tp, of an RMS norm one all-reduce of one value a token forward, and the same backward; of a layer
-    norm one all-gather of two values a token forward, and one reduce-scatter backward.
+    Communicates: over tp. RMS norm: one all-reduce of one value per token in forward and one in backward. Layer norm:
+    one all-gather of two values per token in forward, one reduce-scatter in backward.
     """
 
     _axis: Axis
@@ -77,10 +78,10 @@ class SplitNorm:
         return compute_norm(self._formula, self, x, gate=gate, moments=self._moments)
 
     def _moments(self, values: Tensor, *, centered: bool) -> tuple[Tensor | None, Tensor]:
-        """`moments_of` all ranks' features.
+        """`moments_of` the features of all ranks.
 
-        The variance of a layer norm is joined from the ranks' own deviations: the mean square less the squared mean
-        would lose all digits where the mean is large.
+        The variance of a layer norm is merged from the ranks' own deviations. The mean square minus the squared mean
+        would lose all digits if the mean is large.
         Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979)
         """
         group, size = self._axis.group, sum(self._sizes)
@@ -97,10 +98,10 @@ class SplitNorm:
 
 
 def recognise_norm(module: nn.Module) -> NormFormula:
-    """Which formula an unsplit norm (real or meta) computes, by trying it.
+    """Finds the formula of an unsplit norm (real or meta) by running it on random input.
 
     Raises:
-        UnsupportedError: it is no RMS norm or layer norm over its last dim.
+        UnsupportedError: the module is no RMS norm or layer norm over its last dim.
     """
     weight = module._parameters.get("weight")
     shapes = {value.shape for value in module._parameters.values() if value is not None}
@@ -142,7 +143,7 @@ def _not_a_norm(module: nn.Module) -> UnsupportedError:
 
 
 def epsilon_of(module: object) -> float:
-    """What the norm adds to the mean square."""
+    """Epsilon of a norm module; 0 if it has none."""
     for name in _EPSILON_NAMES:
         value = getattr(module, name, None)
         if isinstance(value, float):

@@ -1,9 +1,9 @@
-"""What a model returns besides its output: hidden states and attention weights are full, and so are their gradients.
+"""Gathers the hidden states and attention weights that a split model returns.
 
 # [Note: intermediate outputs]
-Inside a split model a rank has a part of the sequence of a hidden state, and the attention weights of its own heads.
-Where the caller is given them, they are gathered at the end of the module that collects them: a collective that the
-arguments of the forward ask for, which are the same on every tp rank.
+Inside a split model a rank has a part of the sequence of a hidden state, and the attention weights of its own heads. If
+the caller asks for them, the module that collects them gathers them at its end. Every tp rank asks alike, because the
+arguments of the forward are the same.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def install_outputs(
     stacks: Collection[str],
     num_heads: Collection[int],
 ) -> None:
-    """Makes `module` return full hidden states and attention weights.
+    """Makes `module` return full hidden states and attention weights. Their gradients are full too.
 
     Args:
-        stacks: the stacks inside it that are split along the sequence.
-        num_heads: of its attentions, all ranks' heads together.
+        stacks: names of the stacks inside `module` that are split along the sequence.
+        num_heads: global head counts of the attentions inside `module`.
 
-    Communicates: over tp, for every part that it would have returned one all-gather forward, nothing backward.
+    Communicates: over tp, one all-gather in forward for every split tensor that is returned; nothing in backward.
     """
 
     def begin(module: nn.Module, args: Any) -> None:
@@ -63,7 +63,7 @@ def install_outputs(
 
 
 def map_fields(output: Any, change: Callable[[str, Any], Any]) -> Any:
-    """Changes the values of a model's output by their names, which those of a tuple do not have."""
+    """Applies `change(name, value)` to each field of a model's output. The fields of a tuple have the name ""."""
     if isinstance(output, dict):
         for name, value in list(output.items()):
             changed = change(name, value)
@@ -74,7 +74,7 @@ def map_fields(output: Any, change: Callable[[str, Any], Any]) -> Any:
 
 
 def _full_attention(name: str, x: Tensor, num_heads: Collection[int], axis: Axis) -> Tensor:
-    """All heads of attention weights `[batch, heads, queries, keys]`."""
+    """Attention weights `[batch, heads, queries, keys]` of all heads."""
     here = x.shape[1] if x.ndim == 4 else 0
     is_full, is_part = here in num_heads, here * axis.size in num_heads
     if is_part != is_full:
@@ -89,7 +89,7 @@ def _full_attention(name: str, x: Tensor, num_heads: Collection[int], axis: Axis
 
 
 def _full_hidden(x: Tensor, lengths: Collection[int], axis: Axis) -> Tensor:
-    """All of the sequence of a hidden state `[batch, sequence, hidden]`."""
+    """Hidden state `[batch, sequence, hidden]` of the full sequence."""
     here = x.shape[1]
     of_part = {length for length in lengths if here == -(-length // axis.size)}
     if not of_part:

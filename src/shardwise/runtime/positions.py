@@ -1,4 +1,4 @@
-"""Forwards that are given positions or a cache, and build no cache where the unsplit model would."""
+"""Forwards with positions or a cache, when no cache should be built."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ __all__ = ["cache_of", "leave_out_cache"]
 
 
 def cache_of(arguments: Mapping[str, Any]) -> Any:
-    """The cache in a forward's arguments, None without one. transformers 5.24 renamed the argument to `cache`."""
+    """The cache among a forward's arguments; None without one. transformers 5.24 renamed the argument to `cache`."""
     return next((arguments[name] for name in ("cache", "past_key_values") if arguments.get(name) is not None), None)
 
 
 def leave_out_cache(module: nn.Module, arguments: Arguments) -> None:
-    """Has a forward with these `arguments` build no cache of keys and values, unless they ask for one."""
+    """Sets `use_cache` to False in `arguments`, unless the caller set it."""
     if arguments.get("use_cache") is None:
         _keep_rows_whole(module, arguments)
     arguments["use_cache"] = arguments.get("use_cache") or False
 
 
 def _keep_rows_whole(module: nn.Module, arguments: Arguments) -> None:
-    """Adds a mask that hides nothing where `arguments` have positions and no mask, and the model would build a cache.
+    """Adds a full mask to arguments that have positions and no mask, if the unsplit model would build a cache.
 
-    Without a cache transformers takes a row whose positions restart for several documents, which do not see each other;
-    beside one, or a mask, it is one. So whoever leaves `use_cache` out is given what the unsplit model computes.
+    Without cache and mask, transformers reads positions that restart as several documents, which do not attend to each
+    other. With a cache or a mask it reads one document. A caller who does not set `use_cache` must get the unsplit
+    model's result.
     """
     config, given = getattr(module, "config", None), arguments.get("input_ids")
     given = arguments.get("inputs_embeds") if given is None else given

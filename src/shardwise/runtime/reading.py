@@ -1,6 +1,6 @@
-"""Parameters that forwards read in another form than they are stored in: cast, or this rank's share of them.
+"""Parameters that a forward reads in another form than they are stored in: cast, or divided by the number of ranks.
 
-Reading changes nothing that is stored, so code that is compiled or recomputed may do it wherever it likes.
+Reading writes nothing, so compiled and recomputed code may do it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _READS = "_shardwise_reads"
 
 
 def read_through(module: nn.Module, name: str, read: Read) -> None:
-    """Has whoever reads the parameter `name` of `module`, in place, be given what `read` makes of it, after what was
-    asked for before. What is stored stays: `parameters()`, `state_dict()` and assignments know nothing of it.
+    """Makes every access to `module.name` return `read(parameter)`, after the reads that were added before.
+
+    `parameters()`, `state_dict()` and assignments still see the stored parameter.
     """
     reads: dict[str, tuple[Read, ...]] = module.__dict__.setdefault(_READS, {})
     if name not in reads:
@@ -37,7 +38,7 @@ def read_through(module: nn.Module, name: str, read: Read) -> None:
 
 @dataclass(eq=False)
 class _InForward:
-    """Reads a parameter by `read` while the forward of its owner is under way."""
+    """Applies `read` to a parameter while the forward of its module runs."""
 
     read: Read
     is_on: bool = False
@@ -55,11 +56,11 @@ class _InForward:
 
 
 class ReadsInForward:
-    """Mixin of a module whose forward computes with parameters as they are read.
+    """Mixin of a module whose forward reads its parameters in another form.
 
     Attributes:
-        _readings: what is under way during the forward, each a context; the last one is entered first.
-        _dtype: what floating-point inputs are cast to; None: they stay.
+        _readings: context managers that are active during the forward; the last one is entered first.
+        _dtype: dtype to which floating-point inputs are cast; None leaves them.
     """
 
     _readings: tuple[_InForward | Casting, ...] = ()
@@ -77,7 +78,7 @@ class ReadsInForward:
 
 
 def read_in_forward(module: nn.Module, names: Iterable[str], read: Read) -> None:
-    """Has the module's own forward, and nobody else, read these parameters through `read`; see `read_through`."""
+    """Makes only the module's own forward read these parameters through `read`; see `read_through`."""
     in_forward = _InForward(read)
     for name in names:
         read_through(module, name, in_forward)
@@ -85,9 +86,7 @@ def read_in_forward(module: nn.Module, names: Iterable[str], read: Read) -> None
 
 
 def cast_in_forward(module: nn.Module, casting: Casting) -> None:
-    """Has parameters be read by `casting`, where they are read through it, and floating-point inputs be cast, while the
-    module's forward is under way.
-    """
+    """Activates `casting` during the module's forward, and casts the forward's floating-point inputs."""
     _add_reading(module, casting)
     setattr(module, "_dtype", casting.dtype)  # noqa: B010 - no parameter
 
@@ -100,7 +99,7 @@ def _add_reading(module: nn.Module, reading: _InForward | Casting) -> None:
 
 @functools.cache
 def _reader(name: str) -> type:
-    """A mixin whose instances read their parameter of this name through `_READS`."""
+    """Mixin class whose property `name` reads the parameter through `_READS`."""
 
     def read_parameter(self: Any) -> Tensor | None:
         if name not in self._parameters:

@@ -1,17 +1,19 @@
-"""The edges of split regions: what happens to the tensors that enter and leave them.
+"""Edges of split regions: what happens to the tensors that enter and leave a region.
 
-See [Note: partial inside] in `shardwise.plan.regions`. A region is given full hidden states (`TensorEdge`), or, with
-sequence parallelism, a part of the sequence (`SequenceEdge`): then the same bytes are exchanged by all-gather and
-reduce-scatter, and everything between regions works on a part of the sequence. The plan says which by the stack of
-layers that a region is in; modules in it that are given the full sequence are in none.
+See [Note: partial inside] in `shardwise.plan.regions`. The hidden states at the edge of a region are full
+(`TensorEdge`) or, with sequence parallelism, a part of the sequence (`SequenceEdge`). All-gather and reduce-scatter
+then move the same bytes as one all-reduce, and everything between regions works on a part of the sequence. The plan
+chooses the edge by the stack of layers that contains the region. A module inside the stack that receives the full
+sequence has a `TensorEdge`.
 
 # [Note: after the sum]
-Inside a region gradients are partial; after its sum every rank computes the same, and gradients are full. Mostly a
-region ends with its sum. Where it goes on (a norm, a residual), what follows must be partial too, or weights and inputs
-that are used there count once for every rank. So the gradient is divided by the number of ranks where such a region
-ends, and multiplied again at its sums, and at what does not enter it. With sequence parallelism it is partial by
-itself: each rank has other tokens. Whether a region ends with its sum is seen at its output, once for each mode and
-each set of arguments: from then on such calls have no hook there.
+Inside a region gradients are partial. After the region's sum every rank computes the same, and gradients are full. Most
+regions end with their sum. If a region continues (a norm, a residual), the gradients of what follows must be partial
+too, or weights and inputs that are used there count once per rank. So the gradient is divided by the number of ranks at
+the output of such a region. It is multiplied by that number at the region's sums, and at inputs that do not enter the
+region. With sequence parallelism the gradient is partial already, because each rank has other tokens. The output tells
+whether a region ends with its sum. It is checked once per mode and set of arguments; later calls of that kind have no
+hook.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ __all__ = [
 
 
 class TensorEdge:
-    """Enters and leaves a split region whose hidden states are full on every rank.
+    """Edge of a region whose hidden states are full on every rank.
 
     Hidden states are `[batch, sequence, hidden]` or `[tokens, hidden]`, the same on all ranks of the axis.
     """
@@ -66,43 +68,43 @@ class TensorEdge:
         self._context = context
 
     def enter(self, x: Tensor, region: str = "") -> Tensor:
-        """The region's view of its hidden states.
+        """Converts hidden states for use inside the region.
 
-        Communicates: over tp, nothing forward and one all-reduce of the gradient backward.
+        Communicates: over tp, nothing in forward and one all-reduce of the gradient in backward.
         """
         return copy_to_region(x, self.axis.group)
 
     def view(self, x: Tensor) -> Tensor:
-        """The region's view of another input that has the sequence dim of the hidden states, which have entered."""
+        """Converts another input with the sequence dim of the hidden states, after `enter`."""
         return copy_to_region(x, self.axis.group) if x.is_floating_point() else x
 
     def leave(self, x: Tensor) -> Tensor:
-        """The sum of the ranks' partial results `x`, which are full in the sequence.
+        """Sums the ranks' partial results `x`, which cover the full sequence.
 
-        Communicates: over tp, one all-reduce forward and nothing backward.
+        Communicates: over tp, one all-reduce in forward and nothing in backward.
         """
         return reduce_from_region(x, self.axis.group)
 
     def outside(self, x_full: Tensor) -> Tensor:
-        """Converts a tensor that all ranks hold in full to the form used outside of the region: here, no change."""
+        """Converts a tensor that is full on all ranks for use outside of the region: here, no change."""
         return x_full
 
     def shape(self, x: Tensor) -> tuple[int, ...]:
-        """The shape of what leaves a region whose partial sums are `x`."""
+        """Shape of `leave(x)`."""
         return tuple(x.shape)
 
 
 class SequenceEdge(TensorEdge):
-    """The edge of a region in a stack of layers whose hidden states are split along the sequence."""
+    """Edge of a region in a stack of layers whose hidden states are split along the sequence."""
 
     def __init__(self, context: SplitContext, stack: str) -> None:
         super().__init__(context)
         self.stack = stack
 
     def enter(self, x: Tensor, region: str = "") -> Tensor:
-        """The region's view of its hidden states.
+        """Gathers hidden states for use inside the region.
 
-        Communicates: over tp, an all-gather forward and a reduce-scatter of the gradient backward.
+        Communicates: over tp, one all-gather in forward and one reduce-scatter of the gradient in backward.
         """
         self._check_part(x, region)
         dim = sequence_dim(x)
@@ -110,13 +112,13 @@ class SequenceEdge(TensorEdge):
         return self._gather(x, dim)
 
     def view(self, x: Tensor) -> Tensor:
-        """As `TensorEdge.view`; communicates as `enter`."""
+        """Gathers another input that is split along the sequence; communicates like `enter`."""
         return self._gather(x, 1 if self._context.state.rows else 0)
 
     def leave(self, x: Tensor) -> Tensor:
         """This rank's part of the sum of the ranks' partial results `x`.
 
-        Communicates: over tp, a reduce-scatter forward and an all-gather of the gradient backward.
+        Communicates: over tp, one reduce-scatter in forward and one all-gather of the gradient in backward.
         """
         context = self._context
         if x.ndim == 2 and context.state.rows:  # flattened inside: the parts are parts of every sequence all the same
@@ -125,11 +127,11 @@ class SequenceEdge(TensorEdge):
         return scatter_from_region(pad(x, dim, self.axis.size), self.axis.group, dim=dim)
 
     def outside(self, x_full: Tensor) -> Tensor:
-        """This rank's part of the sequence."""
+        """This rank's part of the sequence of `x_full`."""
         return own_part(x_full, self.axis)
 
     def shape(self, x: Tensor) -> tuple[int, ...]:
-        """As `TensorEdge.shape`: that of a part of the sequence."""
+        """Shape of `leave(x)`, a part of the sequence."""
         shape, rows = list(x.shape), self._context.state.rows
         if x.ndim == 2 and rows:
             shape[0] = rows * -(-shape[0] // rows // self.axis.size)
@@ -142,7 +144,7 @@ class SequenceEdge(TensorEdge):
         return self._context.state.length_of(self.stack)
 
     def _gather(self, x: Tensor, dim: int) -> Tensor:
-        """All of the sequence of `x`, whose gradient inside the region is partial."""
+        """Full sequence of `x`. The gradient inside the region is partial."""
         if x.is_floating_point():
             x_full = gather_to_region(x, self.axis.group, dim=dim)
         else:
@@ -150,8 +152,8 @@ class SequenceEdge(TensorEdge):
         return cut(x_full, dim, self._length()) if dim == 1 else x_full
 
     def _check_part(self, x: Tensor, region: str) -> None:
-        """Raises `PlanError` where a region is not entered with this rank's part of the sequence: ranks that hold other
-        tokens would exchange other numbers of them, or meet in other collectives.
+        """Raises `PlanError` unless `x` is this rank's part of the sequence. Ranks with other numbers of tokens would
+        wait in collectives that do not match.
         """
         part = -(-self._length() // self.axis.size)
         expected = self._context.state.stack_rows * part if x.ndim == 2 else part
@@ -165,17 +167,18 @@ class SequenceEdge(TensorEdge):
 
 
 def edge_of(context: SplitContext, stack: str | None) -> TensorEdge:
-    """The edge of the regions in a stack of layers that is split along the sequence; None: they are in none."""
+    """Edge of the regions in the stack of layers `stack`, which is split along the sequence; None: full hidden states."""
     return TensorEdge(context) if stack is None else SequenceEdge(context, stack)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RegionExit:
-    """How a region is left.
+    """The end of a region: reduces the partial sum, or leaves it to another region of the same layer.
 
     Attributes:
-        defers: whether its sum is left to a later region of the same layer.
-        absorbs: whether sums of earlier ones are left to it.
+        edge: edge that reduces the sum.
+        defers: whether a later region of the same layer reduces this region's sum.
+        absorbs: whether this region also reduces the sums of earlier regions.
     """
 
     edge: TensorEdge
@@ -183,10 +186,10 @@ class RegionExit:
     absorbs: bool = False
 
     def __call__(self, x: Tensor, context: SplitContext, *, drops: bool) -> Tensor:
-        """What leaves instead of the partial sums `x`: their sum, or zeros that the layer adds to the sum of all.
+        """Output of the region for the partial sums `x`: the reduced sum, or zeros if a later region reduces it.
 
         Args:
-            drops: whether something might be dropped after: then each has a sum of its own.
+            drops: whether dropout may follow. Then each region reduces its own sum.
         """
         if self.absorbs and context.state.pending_sum is not None:
             x, context.state.pending_sum = x + context.state.pending_sum.view_as(x), None
@@ -197,8 +200,9 @@ class RegionExit:
 
 
 def mark_full_gradient(x: Tensor, context: SplitContext, axis: Axis) -> Tensor:
-    """Notes that `x` is full, not partial: the sum that a row-split linear puts out, or an input that does not enter
-    the region (see [Note: after the sum]).
+    """Records that the gradient of `x` is full: a row-split linear's sum, or an input that does not enter the region.
+
+    See [Note: after the sum].
     """
     sums = context.state.sums
     if sums is None or not x.requires_grad:
@@ -214,12 +218,12 @@ def mark_full_gradient(x: Tensor, context: SplitContext, axis: Axis) -> Tensor:
 
 
 def _ends_with(x: Any, sums: Sequence[Sum]) -> bool:
-    """Whether what a region puts out is its sum."""
+    """Whether the region's output `x` is its sum."""
     return len(sums) == 1 and sums[0].factor is not None and sums[0].x is x and sums[0].version == x._version
 
 
 def _rescale_to_partial(x: Tensor, sums: Sequence[Sum]) -> Tensor:
-    """What a region puts out after its `sums`."""
+    """Output of a region that continues after its `sums`, with gradients made partial."""
     if _ends_with(x, sums):
         return x
     for each in sums:
@@ -229,8 +233,9 @@ def _rescale_to_partial(x: Tensor, sums: Sequence[Sum]) -> Tensor:
 
 
 def with_own_sums(own: Callable[..., Any], context: SplitContext, args: Any, kwargs: Any) -> Any:
-    """What `own` puts out, the forward of a module that is a region, where compiled and recomputed code must not note
-    sums outside of itself: what follows them ends here.
+    """Calls `own`, the forward of a compiled or recomputed region, with its own record of sums.
+
+    Such code must not record sums outside of itself, so the region ends here.
     """
     around = context.state.sums
     if around is None:
@@ -252,14 +257,14 @@ def install_region(
     residual_inputs: Collection[str] = frozenset(),
     parts: Collection[str] = frozenset(),
 ) -> None:
-    """Makes `module` a split region that is left at its own output (`kind` "output") or at row-split modules inside.
+    """Makes `module` a split region that ends at its own output (`kind` "output") or at row-split modules inside.
 
     Args:
-        stack: the stack of layers of whose sequence it is given a part.
-        name: its own.
-        leave: how it is left at its own output.
-        residual_inputs: names of inputs that do not enter the region: they are added after the sum.
-        parts: names of inputs that are parts of the sequence where the hidden states are.
+        stack: name of the stack of layers whose hidden states are split along the sequence; None: they are full.
+        name: FQN of the module.
+        leave: end of the region at its own output.
+        residual_inputs: names of inputs that are added after the sum and do not enter the region.
+        parts: names of further inputs that are split along the sequence like the hidden states.
     """
     edge = edge_of(context, stack)
     leave = leave or RegionExit(edge=edge)
@@ -297,9 +302,9 @@ _ENDS, _CALL = "_shardwise_ends", "_shardwise_call"
 
 
 class _EndCheck:
-    """Sees at the output of regions whether they go on after their sum; see [Note: after the sum].
+    """Forward hook that finds out whether a region continues after its sum; see [Note: after the sum].
 
-    Each module keeps the calls that ended with the sum, and has the hook until it ends so: copies of it do, too.
+    Each module records the kinds of calls that ended with the sum. The hook is removed after such a call.
     """
 
     def __init__(self, context: SplitContext) -> None:
@@ -310,7 +315,7 @@ class _EndCheck:
         return self
 
     def begin(self, module: nn.Module, arguments: Arguments) -> list[Sum] | None:
-        """Where the sums of the call that begins are to be noted; None where such calls end with their sum."""
+        """List in which this call's sums are recorded; None if calls of this kind end with their sum."""
         if torch.compiler.is_compiling() or self._context.is_compiled:
             return []
         call = module.training, tuple(name for name, value in arguments.items() if value is not None)
@@ -345,10 +350,10 @@ def _enter_inputs(
     residual_inputs: Collection[str],
     parts: Collection[str],
 ) -> None:
-    """Makes the arguments of a region's forward the region's view of them."""
+    """Converts the arguments of a region's forward for use inside the region."""
 
     def entered(slot: str, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-        """`x` changed, shared with other regions that are given it (see [Note: entered once])."""
+        """`change(x)`, shared with other regions that receive `x` (see [Note: entered once])."""
         if edge.axis.group is None or uses_functional(edge.axis.group):
             return change(x)  # a graph, or its recomputation, communicates the same whatever ran before
         # The same tensor may enter as a part of the sequence here and as it is there: those are different entries.
@@ -369,7 +374,7 @@ def _enter_inputs(
 
 
 def install_reduced(module: nn.Module, edge: TensorEdge, context: SplitContext) -> None:
-    """Makes a module whose output is a partial sum the place where a region is left."""
+    """Ends a region at the output of `module`, which is a partial sum."""
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
         context.restore_rng("region")
@@ -379,9 +384,9 @@ def install_reduced(module: nn.Module, edge: TensorEdge, context: SplitContext) 
 
 
 def install_gathered(module: nn.Module, sizes: tuple[int, ...], edge: TensorEdge) -> None:
-    """Makes a column-split linear return its full output: all-gather forward, own slice backward.
+    """Makes a column-split linear return its full output: all-gather in forward, own slice in backward.
 
-    Under sequence parallelism it is given the full sequence, and returns this rank's part.
+    With sequence parallelism the linear receives the full sequence and returns this rank's part.
     """
 
     def leave(module: nn.Module, args: Any, output: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
-"""Streams of random numbers of one forward.
+"""Random streams of one forward.
 
 # [Note: random numbers]
-All tp ranks start from equal random states, and replicated computations must drop the same: there they draw from this
-*replicated* stream. Where each works on its own part of the sequence (a layer) or its own heads and features (a
-region), it draws from a *rank-local* stream, whose seed is a number drawn from the stream before. So every rank
-advances the replicated stream by the same number, and seeding or restoring it, as a caller or a layer that is
-recomputed in backward does, determines the rank-local streams too.
+All tp ranks start from equal random states. Replicated computations must drop the same elements on every rank, so they
+draw from this *replicated* stream. In a layer that is split along the sequence, and in a region with the rank's own
+heads and features, a rank draws from a *rank-local* stream. Its seed is a number drawn from the stream before it. So
+every rank advances the replicated stream equally, and seeding or restoring the replicated stream, as recomputation in
+backward does, also determines the rank-local streams.
 
-Over pp the replicated stream stays the same too: a pipeline draws one seed from it for each step, and every stage has a
-stream of its own for each microbatch (`SplitContext.stage_stream`), which is the replicated one of its tp ranks.
+The replicated stream is the same on all pp ranks too. A pipeline draws one seed from it per step. Each stage and
+microbatch gets its own stream (`SplitContext.stage_stream`), which is the replicated stream of the stage's tp ranks.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _LEVELS = ("layer", "full_sequence", "region", "adapter")  # of streams, from th
 
 @dataclass
 class RandomStreams:
-    """The streams that one forward has begun.
+    """Random streams that one forward has begun.
 
     Attributes:
-        seed: what the ranks' seeds of a rank-local stream have in common; None: the stream under way is replicated.
+        seed: the part of a rank-local stream's seed that all ranks share; None while the stream is replicated.
     """
 
     seed: int | None = None
     _before: dict[str, tuple[torch.Generator, Tensor, int | None]] = field(default_factory=dict)
 
     def copy(self) -> RandomStreams:
-        """The same streams, for a part of the forward that is computed again."""
+        """Copy of the streams, used to recompute a part of the forward."""
         return RandomStreams(self.seed, dict(self._before))
 
     def begin(self, level: str, device: torch.device, coord: int, *, replicated: str = "") -> None:
-        """Begins the rank-local stream of the rank at `coord`, or inside of one the replicated stream of this name.
+        """Begins the rank-local stream of the rank at `coord`; with `replicated`, the replicated stream of that name.
 
         Args:
             level: one of `_LEVELS`.
@@ -63,7 +63,7 @@ class RandomStreams:
         generator.manual_seed(own % 2**63)
 
     def end(self, level: str) -> None:
-        """Back to the stream before `begin(level)`, and what was begun inside, if that has not happened yet."""
+        """Restores the stream from before `begin(level)`, and ends the streams that began inside it."""
         for inner in _LEVELS[_LEVELS.index(level) :][::-1]:
             if inner in self._before:
                 generator, state, self.seed = self._before.pop(inner)
@@ -71,13 +71,13 @@ class RandomStreams:
 
 
 def mix(seed: int, name: str) -> int:
-    """The seed of another stream, of this name."""
+    """Seed of a separate stream, derived from `seed` and `name`."""
     return seed + _REPLICATED + zlib.crc32(name.encode())
 
 
 @contextmanager
 def device_rng(device: torch.device, seed: int) -> Iterator[None]:
-    """Inside, modules on `device` draw from a stream of that seed; afterwards as before."""
+    """Context manager: seeds the random generator of `device`, and restores its state afterwards."""
     generator = generator_of(device)
     state = generator.get_state()
     generator.manual_seed(seed % 2**63)
@@ -88,7 +88,7 @@ def device_rng(device: torch.device, seed: int) -> Iterator[None]:
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """The generator that modules on `device` draw from."""
+    """The default random generator of `device`."""
     if device.type == "cuda":
         return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     return torch.default_generator

@@ -1,4 +1,4 @@
-"""Ranks that differ along tp or pp compute parts of one result, so they must be given the same rows."""
+"""Checks that ranks that differ only along tp or pp receive the same rows."""
 
 from __future__ import annotations
 
@@ -35,26 +35,25 @@ _FORBIDS = -1e4
 def check_same_batch(
     inputs: Any, context: SplitContext, *, also: Mapping[str, Any] | None = None, numbers: Sequence[int] = ()
 ) -> list[list[int]]:
-    """Raises the same error on every tp and pp rank unless all were given the same inputs: tensors of the same names,
-    shapes and dtypes, and, where they are integers or masks on the host, of the same values (of large ones, evenly
-    spaced samples).
+    """Raises the same error on every tp and pp rank unless all received the same inputs.
+
+    Compares names, shapes and dtypes of tensors. Values are compared if they are integers or masks on the host; of
+    large tensors, evenly spaced samples. Skipped inside `compared_already`, and in groups that only GPUs can
+    communicate in.
 
     Args:
-        also: what must be the same besides about how the model is called, by what it is called in the error.
-        numbers: of this rank, as many on every rank.
+        also: other facts about the call that must be equal, by their names in the error.
+        numbers: this rank's numbers; as many on every rank.
 
     Returns:
         The numbers of every rank, in rank order.
 
-    Does nothing where that costs more than a word between hosts: where `compared_already`, and in a group that only
-    GPUs can communicate in.
-
     Raises:
-        RankError: their optimizers have taken other steps since the model was split.
-        BatchError: naming the first input that differs, and what it is on which ranks.
-        UnsupportedError: in a transform of `torch.func`.
+        RankError: the ranks' optimizers have taken different steps since the model was split.
+        BatchError: names the first input that differs, and its value on each rank.
+        UnsupportedError: called in a transform of `torch.func`.
 
-    Communicates: over the ranks that read the same rows (tp and pp), one all-gather of 40 bytes a rank.
+    Communicates: over tp and pp, one all-gather of 40 bytes per rank.
     """
     group = (
         context.same_rows if context.same_rows is not None else context.tp.group if context.mesh is not None else None
@@ -94,12 +93,12 @@ def check_same_batch(
 def agree_over_data(
     mesh: Mesh, fields: Mapping[str, str], *, fault: Exception | None, numbers: Sequence[int]
 ) -> Agreement:
-    """Begins to compare the calls of this rank and of those that differ from it along the data axes alone: `wait`
-    raises where some rank's batch is at fault, or calls differ, and else gives every rank's `numbers`.
+    """Starts to compare the calls of ranks that differ only along the data axes.
 
-    Ranks that differ along tp or pp have passed `check_same_batch`, so that they come to the same.
+    `wait` of the result raises if any rank's batch is invalid or calls differ; else it returns every rank's `numbers`.
+    Ranks that differ along tp or pp have passed `check_same_batch`, so they get the same result.
 
-    Communicates: over the data axes, what `agree` does.
+    Communicates: over the data axes, like `agree`.
     """
     return Agreement(
         mesh.group(*DATA_AXES),
@@ -113,20 +112,20 @@ def agree_over_data(
 
 
 def call_fingerprint(context: SplitContext, also: Mapping[str, Any]) -> dict[str, str]:
-    """What ranks must have in common besides their rows, as text by name: `also`, and what happened before."""
+    """Facts other than the rows that must be equal on all ranks, as text by name: `also`, autocast, optimizer steps."""
     autocast = torch.is_autocast_enabled(context.device.type) and torch.get_autocast_dtype(context.device.type)
     described = {name: repr(value) for name, value in also.items()} | {"torch.autocast": str(autocast)}
     return described | describe_steps(context)
 
 
 def describe_steps(context: SplitContext) -> dict[str, str]:
-    """Which steps optimizers have taken, as text by name; nothing over stages, which have parameters of their own."""
+    """The log of optimizer steps, as text by name. Empty with pipeline stages, whose ranks have unlike parameters."""
     return {_STEPS: str(context.steps)} if context.same_rows is None else {}
 
 
 @contextmanager
 def compared_already(context: SplitContext) -> Iterator[None]:
-    """Inside, the inputs of forwards are parts of a batch that `check_same_batch` has passed."""
+    """Context manager: forwards inside receive parts of a batch that `check_same_batch` has passed."""
     context.batch_compared = True
     try:
         yield

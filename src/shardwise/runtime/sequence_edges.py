@@ -1,9 +1,9 @@
-"""The edges of the layers that work on parts of the sequence, and of the modules inside that are given all of it.
+"""Edges of the layers whose hidden states are split along the sequence, and of modules inside that receive all of it.
 
 # [Note: sequence lengths]
-Parts of the sequence are padded to equal length, ceil(length / tp), because collectives of equal parts are fastest.
-Every region cuts the padding off again, so nothing inside attends to it, and its gradient is zero. The true length is
-set where a stack of layers is entered; microbatches of one step share it.
+Parts of the sequence are padded to the equal length ceil(length / tp), because collectives of equal parts are fastest.
+Every region removes the padding, so nothing attends to it and its gradient is zero. The true length is recorded at the
+entry of a stack of layers. Microbatches of one step share it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ __all__ = ["cut", "install_full", "install_owner", "install_parts", "install_sta
 
 
 def install_stack(layers: nn.ModuleList, stack: str, context: SplitContext) -> None:
-    """Splits the hidden states along the sequence where they enter the first layer, gathers them after the last.
+    """Splits the hidden states along the sequence at the entry of the first layer, and gathers them after the last.
 
     Args:
-        stack: the name of the layers.
+        stack: FQN of `layers`.
 
-    Communicates: over tp, one all-gather where the layers end, and one of the gradient where they begin.
+    Communicates: over tp, one all-gather after the last layer in forward, and one of the gradient before the first
+    layer in backward.
     """
     axis = context.tp
 
@@ -56,10 +57,10 @@ def install_stack(layers: nn.ModuleList, stack: str, context: SplitContext) -> N
 
 
 def install_owner(owner: nn.Module, stack: str, context: SplitContext) -> None:
-    """Checks that `owner`, whose forward runs the layers of a stack, runs both ends of it.
+    """Checks that `owner`, whose forward runs the layers of a stack, runs the first and the last of them.
 
     Raises, when it runs:
-        LayoutError: it skips layers at random in training, or has left the first or the last one out.
+        LayoutError: `owner` drops layers at random in training, or has left out the first or the last layer.
     """
 
     def begin(module: nn.Module, args: Any) -> None:
@@ -78,15 +79,15 @@ def install_owner(owner: nn.Module, stack: str, context: SplitContext) -> None:
 
 
 def install_parts(layer: nn.Module, names: Collection[str], context: SplitContext) -> None:
-    """Gives a layer of a stack this rank's part of the sequence of the inputs called `names`."""
+    """Passes `layer` only this rank's part of the sequence of the inputs called `names`."""
     axis = context.tp
     change_arguments(layer, names, lambda x: own_part(x, axis))
 
 
 def install_full(module: nn.Module, fqn: str, stack: str, context: SplitContext) -> None:
-    """Gives `module`, called `fqn`, inside a layer of a stack the full sequence; it computes alike on every rank.
+    """Passes `module`, called `fqn`, inside a layer the full sequence. It computes the same on every rank.
 
-    Communicates: over tp, one all-gather of its input forward, and one of its output's gradient backward.
+    Communicates: over tp, one all-gather of the input in forward, and one of the output's gradient in backward.
     """
     axis = context.tp
 
@@ -103,7 +104,7 @@ def install_full(module: nn.Module, fqn: str, stack: str, context: SplitContext)
 
 
 def _install_rng(layer: nn.Module, context: SplitContext) -> None:
-    """Lets a layer that works on a part of the sequence draw its own numbers, the same ones when it is recomputed."""
+    """Gives a layer that works on a part of the sequence a rank-local random stream, the same when it is recomputed."""
 
     def enter(module: nn.Module, args: Any) -> None:
         context.fork_rng("layer", module)
@@ -116,7 +117,7 @@ def _install_rng(layer: nn.Module, context: SplitContext) -> None:
 
 
 def own_part(x: Tensor, axis: Axis) -> Tensor:
-    """This rank's part of the sequence of `x` `[batch, sequence, ...]` or `[tokens, hidden]`, padded as they are."""
+    """This rank's part of the sequence of `x` `[batch, sequence, ...]` or `[tokens, hidden]`, padded."""
     dim = sequence_dim(x)
     padded = pad(x, dim, axis.size)
     return split_full(padded, axis.group, dim=dim, sizes=axis.even_sizes(padded.shape[dim]))
@@ -127,13 +128,16 @@ def _gather_sequence(x: Tensor, length: int, axis: Axis) -> Tensor:
 
 
 def sequence_dim(x: Tensor) -> int:
+    """Dim of the sequence in `[batch, sequence, ...]` or `[tokens, hidden]`."""
     return 1 if x.ndim > 2 else 0
 
 
 def pad(x: Tensor, dim: int, size: int) -> Tensor:
+    """`x` padded with zeros along `dim` to a multiple of `size`."""
     missing = -x.shape[dim] % size
     return F.pad(x, [0, 0] * (x.ndim - dim - 1) + [0, missing]) if missing else x
 
 
 def cut(x: Tensor, dim: int, length: int) -> Tensor:
+    """`x` without what exceeds `length` along `dim`."""
     return x.narrow(dim, 0, length).contiguous() if x.shape[dim] != length else x

@@ -1,4 +1,4 @@
-"""Torch's wrappers for data parallelism around a model: they and Shardwise would divide the same parameters."""
+"""Refuses torch's data-parallel wrappers around a model, which would divide the same parameters a second time."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ _FIX = (
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raises `UnsupportedError` where a model that is to be split is, or holds, a wrapper of torch, or was made under
-    `torch.inference_mode`.
+    """Checks a model before it is split.
+
+    Raises:
+        UnsupportedError: the model is or holds a data-parallel wrapper of torch, or was made under
+            `torch.inference_mode`.
     """
     if any(parameter.is_inference() for parameter in model.parameters()):
         raise UnsupportedError(
@@ -32,7 +35,7 @@ def check_unwrapped(model: nn.Module) -> None:
 
 
 def refuse_wrapped(*modules: nn.Module) -> None:
-    """Raises `UnsupportedError` where one of the modules is `DistributedDataParallel` or FSDP."""
+    """Raises `UnsupportedError` if one of the modules is `DistributedDataParallel` or FSDP."""
     for module in modules:
         if isinstance(module, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
             wrapper = "DistributedDataParallel" if isinstance(module, DistributedDataParallel) else "FSDP"
@@ -44,7 +47,7 @@ def refuse_wrapped(*modules: nn.Module) -> None:
 
 
 def refuse_ddp(*_: Any) -> None:
-    """A forward pre-hook of a split model: raises in the forward of a `DistributedDataParallel` around it."""
+    """Forward pre-hook of a split model: raises if a `DistributedDataParallel` around the model is running."""
     around = getattr(DistributedDataParallel, "_active_ddp_module", None)  # torch 2.11 to 2.14
     if around is not None:
         refuse_wrapped(around)
