@@ -8,11 +8,11 @@
     ├── BatchError         (ValueError)           what a training step was fed
     ├── GradientError      (ArithmeticError)      losses and gradients that are infinite or NaN
     ├── LoadError          (OSError)              files: missing, corrupt, mismatched
-    ├── UnsupportedError   (NotImplementedError)  a request Shardwise understands and does not serve
+    ├── UnsupportedError   (NotImplementedError)  a request that Shardwise does not support
     ├── VerificationError  (ArithmeticError)      a split that computes other numbers
     └── RankError          (RuntimeError)         another rank failed
 
-An error says what went wrong, and where it can: the place, the rule that was broken with its numbers, and the remedy.
+An error says what went wrong and, if known, the place, the violated rule with its numbers, and the remedy.
 
     cannot split model.layers.0.self_attn.k_proj over tp=8
       at:  rule "model.layers.*.self_attn.k_proj: colwise"
@@ -48,7 +48,7 @@ class ShardwiseError(Exception):
 
     Args:
         summary: What went wrong, with the values.
-        at: The place: a rule, an FQN, a file, a rank.
+        at: place: a rule, an FQN, a file, a rank.
         why: The rule that was broken.
         fix: What the user can do.
     """
@@ -69,11 +69,11 @@ class ShardwiseError(Exception):
 
 
 class MeshError(ShardwiseError, ValueError):
-    """A mesh shape, rank or world size that does not work out."""
+    """A mesh shape, rank or world size is invalid."""
 
 
 class PlanError(ShardwiseError, ValueError):
-    """A plan or one of its rules cannot be followed."""
+    """A plan or one of its rules cannot be applied."""
 
 
 class LayoutError(ShardwiseError, ValueError):
@@ -81,11 +81,11 @@ class LayoutError(ShardwiseError, ValueError):
 
 
 class ConfigError(ShardwiseError, ValueError):
-    """User configuration that cannot be taken at its word."""
+    """User configuration is invalid."""
 
 
 class BatchError(ShardwiseError, ValueError):
-    """A batch that a training step cannot use."""
+    """A training step cannot use the batch."""
 
 
 class GradientError(ShardwiseError, ArithmeticError):
@@ -93,15 +93,15 @@ class GradientError(ShardwiseError, ArithmeticError):
 
 
 class LoadError(ShardwiseError, OSError):
-    """A file that is missing, corrupt, or not the one expected."""
+    """A file is missing, corrupt, or not the expected one."""
 
 
 class UnsupportedError(ShardwiseError, NotImplementedError):
-    """A request that Shardwise understands and does not serve."""
+    """Shardwise does not support the request."""
 
 
 class VerificationError(ShardwiseError, ArithmeticError):
-    """A split model that computes other numbers than the unsplit one."""
+    """A split model computes other numbers than the unsplit one."""
 
 
 class RankError(ShardwiseError, RuntimeError):
@@ -114,12 +114,12 @@ def counted(number: int, noun: str) -> str:
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
-    """The ending of an "unknown word" message: `" (did you mean 'x'?)"`, or `""` when nothing is close."""
+    """Ending of an "unknown word" message: `" (did you mean 'x'?)"`, or `""` if no candidate is close."""
     known = {candidate.lower(): candidate for candidate in candidates}
     close = difflib.get_close_matches(word.lower(), known, n=1)
     return f" (did you mean {known[close[0]]!r}?)" if close else ""
 
 
 def one_line(error: BaseException, *, limit: int | None = None) -> str:
-    """The text of another library's error as part of ours: in one line, of `limit` letters at most."""
+    """The text of another library's error in one line of at most `limit` characters, for use in our errors."""
     return " ".join(str(error).split())[:limit]

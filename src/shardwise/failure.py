@@ -1,4 +1,4 @@
-"""An exception on its way to another process: to the other ranks, to the launcher, or to a test."""
+"""An exception sent to another process: to other ranks, to the launcher, or to a test."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """An exception as text, and pickled where that works.
+    """An exception as text, and pickled if possible.
 
     Attributes:
         trace: the traceback.
         is_ours: whether it is a `ShardwiseError`, whose message needs no traceback.
-        at_seconds: when it was caught, in seconds of the clock.
-        pickled: the exception itself; None where it cannot be pickled.
+        at_seconds: time at which it was caught, in seconds since the epoch.
+        pickled: the pickled exception; None if it cannot be pickled.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """The failure that describes `error`."""
+        """Describes `error`."""
         return cls(
             name=type(error).__name__,
             message=str(error),
@@ -50,7 +50,7 @@ class Failure:
         )
 
     def restore(self) -> BaseException | None:
-        """The exception; None where it cannot be unpickled here."""
+        """The exception; None if it cannot be unpickled here."""
         try:
             error = pickle.loads(self.pickled) if self.pickled is not None else None
         except Exception:  # noqa: BLE001 - a user's class may exist in the other process only, or fail in any way
@@ -67,7 +67,7 @@ def _pickled(error: BaseException) -> bytes | None:
 
 
 def record(error: BaseException) -> None:
-    """Writes this rank's first error to the launcher's file, if there is one: atomically, and nothing where it fails.
+    """Writes this rank's first error to the launcher's error file, if there is one, atomically. Ignores write errors.
 
     torchrun prints the message of a `ShardwiseError`, and the traceback of other errors.
     """

@@ -1,4 +1,4 @@
-"""`Mesh`: a `MeshShape` bound to real processes and one device per process; passed explicitly, never global."""
+"""`Mesh`: a `MeshShape` on real processes, one device each. It is passed explicitly and never global."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ Blocks = tuple[tuple[int, ...], ...]
 class Mesh:
     """The ranks of one job, arranged by a layout.
 
-    Open it with `Mesh.open`, or over what another library opened with `Mesh.adopt`; several meshes over the same
+    `Mesh.open` opens it; `Mesh.adopt` makes one over groups that another library opened. Several meshes over the same
     processes may coexist. A layout of one rank needs no launcher and starts no process group.
 
     Args:
-        ranks: the global ranks that fill the shape, tp innermost; by default in order.
-        groups: this rank's process groups, by the axes of several ranks they run along.
-        timeout: of the groups that `subgroup` creates.
-        owns_processes: whether the processes end when the mesh is left by an error.
+        ranks: global ranks that fill the shape, tp innermost; default: in order.
+        groups: this rank's process groups, by their axes of several ranks.
+        timeout: timeout of the groups that `subgroup` creates.
+        owns_processes: whether the processes end if an error leaves the mesh.
 
     Attributes:
         shape: sizes of every axis (`MeshShape`).
         rank: this process's global rank.
-        device: the device this rank computes on.
-        device_mesh: the torch `DeviceMesh` of the axes of several ranks, outermost first, over the same groups; None
-            where the mesh has one rank.
-        data_mesh: its data axes of several ranks, `ddp` before `fsdp`; None where there is none.
-        tensor_mesh: its tp axis; None where tp has one rank.
+        device: the device of this rank.
+        device_mesh: torch `DeviceMesh` of the axes of several ranks, outermost first, over the same groups; None if the
+            mesh has one rank.
+        data_mesh: `DeviceMesh` of the data axes of several ranks, `ddp` before `fsdp`; None if there is none.
+        tensor_mesh: `DeviceMesh` of the tp axis; None if tp has one rank.
     """
 
     device_mesh: dist.DeviceMesh | None = None
@@ -84,21 +84,21 @@ class Mesh:
         backend: str | None = None,
         timeout_seconds: float = 600.0,
     ) -> Mesh:
-        """Opens the mesh for `layout`, reading the environment that torchrun sets (`RANK`, `WORLD_SIZE`, …), or srun.
+        """Opens the mesh for `layout`. Reads the environment that torchrun (`RANK`, `WORLD_SIZE`, …) or srun sets.
 
         Args:
             layout: `"fsdp2.tp4"` or a `MeshShape`; its product must equal the number of processes.
-            device: device of this rank; by default what `SHARDWISE_DEVICE` says, or a GPU where there are any (of
-                several that of the local rank), or the CPU.
-            backend: torch.distributed backend; by default `nccl` on GPUs and `gloo` on CPUs. Several ranks may share a
-                card, for a trial, over `gloo` alone.
-            timeout_seconds: after how long a collective that some rank never joins fails.
+            device: device of this rank. Default: `SHARDWISE_DEVICE`, else a GPU if there is any (of several, that of
+                the local rank), else the CPU.
+            backend: torch.distributed backend. Default: `nccl` on GPUs and `gloo` on CPUs. For trials, several ranks
+                may share a card over `gloo`.
+            timeout_seconds: timeout of collectives.
 
         Raises:
-            MeshError: the text is no layout, the world has another size than the layout, the environment holds
-                impossible numbers, some rank did not come in time, or has no device of its own.
+            MeshError: the layout is invalid, the world has another size, the environment holds impossible numbers, or a
+                rank did not come in time or has no own device.
 
-        Communicates: the rendezvous, and the creation of one process group for each axis larger than 1.
+        Communicates: the rendezvous, and the creation of one process group per axis larger than 1.
         """
         if not isinstance(layout, str | MeshShape):
             raise MeshError(
@@ -137,16 +137,15 @@ class Mesh:
 
         Args:
             source: a `DeviceMesh` over all ranks of the job, or this rank's process group for each axis by name.
-            axes: which of our axes a name of theirs represents, where it is not one itself: `{"dp_shard": "fsdp"}`.
-                Dims of one rank need none.
-            device: as in `open`; by default of the device mesh's kind.
-            timeout_seconds: of the groups that are still created.
+            axes: maps their names to our axes, if they differ: `{"dp_shard": "fsdp"}`. Not needed for dims of one rank.
+            device: see `open`; default: of the device mesh's type.
+            timeout_seconds: timeout of the groups that are still created.
 
         Raises:
-            MeshError: a name leads to no axis, or the ranks are not all those of the job in ascending order.
+            MeshError: a name is no axis, or the ranks are not all those of the job in ascending order.
 
-        Communicates: with process groups, a gather of their ranks; where `ddp` and `fsdp` both have several ranks, the
-            creation of a group of both.
+        Communicates: with process groups, a gather of their ranks; if `ddp` and `fsdp` both have several ranks, the
+        creation of a group of both.
         """
         if not (dist.is_available() and dist.is_initialized()):
             raise MeshError("there is no process group to take over", fix="use Mesh.open, which starts them")
@@ -171,7 +170,7 @@ class Mesh:
         timeout: datetime.timedelta,
         owns_processes: bool = False,
     ) -> Mesh:
-        """The mesh over processes that have met, with every group it needs."""
+        """Mesh over an initialized process group, with every group it needs."""
         rank = dist.get_rank() if shape.world_size > 1 else 0
         groups = make_groups(shape, ranks, existing=existing or {}, timeout=timeout)
         mesh = cls(
@@ -196,23 +195,23 @@ class Mesh:
         return self.shape.size(axis)
 
     def coord(self, axis: str) -> int:
-        """This rank's position along `axis`."""
+        """This rank's coordinate along `axis`."""
         self.shape.size(axis)
         return self._coords[axis]
 
     @property
     def position(self) -> int:
-        """This rank's number in the mesh, from 0: what `shape.coords` takes."""
+        """This rank's number in the mesh, from 0; the argument of `shape.coords`."""
         return self.shape.rank(**self._coords)
 
     @property
     def coords(self) -> dict[str, int]:
-        """This rank's position on every axis."""
+        """This rank's coordinates on every axis."""
         return dict(self._coords)
 
     @property
     def timeout(self) -> datetime.timedelta:
-        """How long a rank may be waited for."""
+        """Timeout of collectives."""
         return self._timeout
 
     @property
@@ -222,23 +221,21 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which of the distinct batches this rank reads; ranks that differ only in tp, cp or pp read the same."""
+        """Index of the batch that this rank reads. Ranks that differ only in tp, cp or pp read the same."""
         return self.shape.data_rank(self._ranks.index(self.rank))
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """The process group of this rank along `axes`: one axis, the data axes `ddp` and `fsdp`, those along which
-        ranks read the same rows, or, without any, all.
-
-        None where they have one rank.
+        """This rank's process group along `axes`: one axis, the data axes `ddp` and `fsdp`, the axes along which ranks
+        read the same rows, or, without arguments, all. None if the group has one rank.
         """
         wide = wide_axes(self.shape, axes or AXES)
         return self._groups[wide] if wide else None
 
     def subgroup(self, axis: str, blocks: Blocks) -> dist.ProcessGroup | None:
-        """The group of this rank when the coords of `axis` are divided into `blocks`, e.g. `((0, 1), (2, 3))`.
+        """This rank's group when the coords of `axis` are divided into `blocks`, such as `((0, 1), (2, 3))`.
 
-        Every rank of the mesh must ask for the same blocks in the same order: the first call creates the groups, if
-        they are not the axis's own. Returns None where this rank's block has one member.
+        Every rank of the mesh must ask for the same blocks in the same order: the first call creates the groups, unless
+        they are the axis's own. Returns None if this rank's block has one member.
         """
         if len(blocks) == 1 and len(blocks[0]) == self.size(axis):
             return self.group(axis)
@@ -251,14 +248,14 @@ class Mesh:
         return self._subgroups[axis, blocks]
 
     def new_group(self, axis: str) -> dist.ProcessGroup | None:
-        """Another group of the ranks of `group(axis)`, which belongs to the caller. Every rank of the mesh calls."""
+        """A new group of the ranks of `group(axis)`, owned by the caller. Every rank of the mesh must call it."""
         if self.size(axis) == 1:
             return None
         return new_group(ranks_along(self.shape, self._ranks, [axis]), timeout=self._timeout)
 
     @contextmanager
     def represented(self, stand_in: Callable[[dist.ProcessGroup], dist.ProcessGroup]) -> Iterator[None]:
-        """Inside, `group` gives what `stand_in` makes of the groups."""
+        """Context manager: `group` returns `stand_in(group)`."""
         groups = self._groups
         self._groups = {axes: stand_in(group) for axes, group in groups.items()}
         try:
@@ -267,19 +264,19 @@ class Mesh:
             self._groups = groups
 
     def note_step(self) -> None:
-        """Notes that this rank begins another training step, for messages about ranks that do not come to one."""
+        """Records that this rank begins another training step, for messages about missing ranks."""
         if self._heartbeat is not None:
             self._heartbeat.step += 1
 
     def take_over(self) -> None:
-        """Makes an error that leaves this mesh the end of the job, as one that leaves the mesh that began it."""
+        """Makes an error that leaves this mesh end the job, like an error that leaves the mesh that started it."""
         self._owns_processes = self._heartbeat is not None
 
     def close(self) -> None:
-        """Lets go of the groups. Safe to call twice.
+        """Releases the groups. Safe to call twice.
 
-        What `open` started stays for the next mesh of the job and ends with the process: torch cannot meet a second
-        time through one launcher's store.
+        The process group that `open` started stays for the next mesh of the job and ends with the process: torch cannot
+        initialize twice through one launcher's store.
         """
         self._groups.clear()
         self._subgroups.clear()

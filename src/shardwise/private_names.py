@@ -161,7 +161,7 @@ def has_private_name(name: str) -> bool:
 
 
 def _resolve(path: str) -> Any:
-    """The module, class or function of a dotted name; a module goes before what its package calls by the same name."""
+    """The module, class or function of a dotted name. A module takes precedence over an attribute of the same name."""
     parts = path.split(".")
     value: Any = importlib.import_module(parts[0])
     for number, part in enumerate(parts[1:], 2):

@@ -39,7 +39,7 @@ def release_of(text: str) -> tuple[int, ...]:
 
 
 def installed(package: str) -> str | None:
-    """The installed version of a package; None where there is none. Does not import it."""
+    """The installed version of a package, without importing it; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -47,7 +47,7 @@ def installed(package: str) -> str | None:
 
 
 def warn_if_untested() -> None:
-    """Warns where torch or transformers is newer than the tested versions."""
+    """Warns if torch or transformers is newer than the tested versions."""
     newer = [
         f"{package} {found} (tested: {support})"
         for package, support in SUPPORTED.items()

@@ -1,1 +1,1 @@
-"""The functions behind the front door: the one room that composes planning, splitting, loading and proving."""
+"""Implements the public functions: composes planning, splitting, loading and proving."""

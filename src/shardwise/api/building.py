@@ -44,39 +44,38 @@ def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
     adapter: Any = None,
     **options: Any,
 ) -> Any:
-    """Loads a model into its split form: each rank reads only the slices it keeps.
+    """Loads a model into its split form. Each rank reads only its parts of the weights.
 
     Args:
-        source: a directory that `save_pretrained` wrote, a hub id, or a config to initialise at random.
-        auto_class: any transformers auto class or model class; by default the class that the config names in
-            `architectures`, or `AutoModelForCausalLM` where it names none of transformers' classes. A checkpoint whose
-            config names none must not hold further modules (an encoder), unless `allow_unused` names them.
-        plan: as in `parallelize`.
-        sequence_parallel: as in `parallelize`.
-        fsdp, precision, recompute, compilation, pipeline: as in `parallelize`.
-        dtype: what floating-point weights are converted to; by default `precision.params`, or without a `precision`
-            the config's, or else the checkpoint's.
-        seed: of the values that no checkpoint gives; they depend on it alone, not on the layout.
-        adapter: a PEFT config, such as `peft.LoraConfig`, of an adapter that starts at random values, or the directory
-            or hub id of one: the base is frozen, and the adapter is to be trained.
-        options: handed on: to the hub (`revision`, `token`, …), to the config (its attributes), to the model class
-            (`attn_implementation`, …); `ignore_mismatched_sizes` and `key_mapping` as in `from_pretrained`;
-            `allow_missing` and `allow_unused`: patterns of parameters that the checkpoint need not have (they start at
-            random values) and of its tensors in layers that the model does not have, or True for all of them.
+        source: a directory that `save_pretrained` wrote, a hub id, or a config whose weights are initialized at random.
+        auto_class: any transformers auto class or model class. Default: the class in the config's `architectures`, else
+            `AutoModelForCausalLM`. A checkpoint whose config names no class must not hold further modules (an encoder),
+            unless `allow_unused` names them.
+        plan, sequence_parallel, fsdp, precision, recompute, compilation, pipeline: see `parallelize`.
+        dtype: dtype to which floating-point weights are converted. Default: `precision.params`; without `precision` the
+            config's dtype, else the checkpoint's.
+        seed: seed of values that no checkpoint holds. They depend only on the seed, not on the layout.
+        adapter: a PEFT config, such as `peft.LoraConfig`, of a new adapter, or the directory or hub id of a saved one.
+            The base is frozen, and the adapter is trained.
+        options: passed to the hub (`revision`, `token`, …), to the config (its attributes) and to the model class
+            (`attn_implementation`, …). `ignore_mismatched_sizes` and `key_mapping`: see `from_pretrained`.
+            `allow_missing`: patterns of parameters that the checkpoint may lack (they are initialized). `allow_unused`:
+            patterns of its tensors that belong to layers the model does not have. True allows all.
 
     Returns:
-        The split model on the mesh's device, in eval mode as `from_pretrained` leaves it; with an adapter, PEFT's model
-        around it.
+        The split model on the mesh's device, in eval mode like `from_pretrained`; with an adapter, PEFT's model around
+            it.
 
     Raises:
         ConfigError: the adapter fits no module of the model, or `peft` is not installed.
-        LoadError: files or tensors are missing or damaged, do not fit the model or hold NaN. The same on every rank.
-        PlanError: the plan cannot be followed.
-        RankError: the ranks see different files, or are given different seeds or options; says where first.
-        UnsupportedError: the class does not serve the config, the checkpoint is quantized, or the adapter's first
+        LoadError: files or tensors are missing or damaged, do not fit the model, or contain NaN. The same on every
+            rank.
+        PlanError: the plan cannot be applied.
+        RankError: ranks see different files, or have different seeds or options; names the first difference.
+        UnsupportedError: the class does not support the config, the checkpoint is quantized, or the adapter's initial
             values are computed from full weights (PiSSA, DoRA).
 
-    Communicates: a few small gathers over all ranks: a fault of one is raised on all, and models must be the same.
+    Communicates: a few gathers of small objects over all ranks, to compare models and to raise errors on all ranks.
     """
     spec, _ = ParallelSpec.take(locals())
     if dtype is None and precision is not None:
@@ -98,12 +97,12 @@ def load_by_spec(  # noqa: PLR0913 - what `load` takes
     checkpoint: StoredParts | None = None,
     options: dict[str, Any],
 ) -> Any:
-    """As `load`.
+    """`load` with a `ParallelSpec`.
 
     Args:
-        checkpoint: open on every rank, whose values take the place of those of `source`.
+        checkpoint: an open checkpoint on every rank, whose values replace those of `source`; None: there is none.
 
-    Communicates: as `load`, and with `checkpoint` as `load_checkpoint`.
+    Communicates: like `load`, and with `checkpoint` like `load_checkpoint`.
     """
     check_options(mesh.shape, spec)
     reads = checkpoint is None or not holds_all(checkpoint)
@@ -133,7 +132,7 @@ def load_by_spec(  # noqa: PLR0913 - what `load` takes
 
 
 def _check_source(source: Any, adapter: Any, options: Mapping[str, Any]) -> None:
-    """Raises where `source` is nothing that a model is loaded from, or holds an adapter that nobody has asked for."""
+    """Raises if no model can be loaded from `source`, or if it holds an adapter and `adapter` is None."""
     if isinstance(adapter, str | os.PathLike):
         check_no_checkpoint(adapter, what="an adapter")
     if isinstance(source, PreTrainedConfig):
@@ -161,31 +160,31 @@ def parallelize(  # noqa: PLR0913 - as above
     pipeline: Pipeline | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """Splits an existing transformers model over `mesh`, in place; parameter names stay.
+    """Splits an existing transformers model over `mesh`, in place. Parameter names stay.
 
     Args:
-        model: a real model, the same on every rank, or one on the meta device (whose weights are loaded afterwards); of
-            a model with adapters of PEFT's (LoRA) in it or around it these are split as what they adapt.
-        plan: "auto" (family corrections on the model's own plan), or rules to put on top of those: a dictionary of
+        model: a real model, the same on every rank, or a meta model whose weights are loaded afterwards. PEFT adapters
+            (LoRA) in or around it are split like the modules that they adapt.
+        plan: "auto" (corrections for the model family on the model's own plan), or rules on top of it: a dictionary of
             pattern to style, or a `Plan`.
-        sequence_parallel: split hidden states between blocks along the sequence too; same bytes on the wire, less
-            memory.
+        sequence_parallel: also split the hidden states between blocks along the sequence. Communicates the same bytes,
+            saves memory.
         fsdp: how the `fsdp` and `ddp` axes shard parameters, gradients and optimizer states; see `FsdpPolicy`.
-        precision: the dtypes of parameters, computation and gradient reduction; see `Precision`.
-        recompute: what forward does not keep, but backward computes again; see `Recompute`.
-        compilation: have `torch.compile` compile every block; see `Compile`.
-        pipeline: how layers are divided into stages along `pp`, and in what order they compute; see `Pipeline`.
-        dtype: what the parameters are converted to; by default `precision.params`, or their own.
+        precision: dtypes of parameters, computation and gradient reduction; see `Precision`.
+        recompute: activation checkpointing; see `Recompute`.
+        compilation: `torch.compile` of every block; see `Compile`.
+        pipeline: how layers are divided into stages along `pp`, and the schedule; see `Pipeline`.
+        dtype: dtype to which the parameters are converted. Default: `precision.params`, else their own.
 
     Returns:
         `model` itself, on the mesh's device unless it is meta.
 
     Raises:
-        PlanError: the plan cannot be followed; every problem is listed, with the sizes that work.
-        RankError: the ranks' models or options differ; says where first.
-        UnsupportedError: the layout or the model needs something that does not exist yet.
+        PlanError: the plan cannot be applied; lists every problem, with the sizes that work.
+        RankError: the ranks' models or options differ; names the first difference.
+        UnsupportedError: the layout or the model needs a feature that is not implemented.
 
-    Communicates: a few small gathers over all ranks: their models and options must be the same.
+    Communicates: a few gathers of small objects over all ranks, to compare models and options.
     """
     spec, _ = ParallelSpec.take(locals())
     if dtype is None and precision is not None:

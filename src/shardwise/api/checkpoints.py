@@ -1,4 +1,4 @@
-"""`save_checkpoint` and `load_checkpoint`: a session's state, out of any layout and into any other."""
+"""`save_checkpoint` and `load_checkpoint`: the training state, saved from any layout and loaded into any other."""
 
 from __future__ import annotations
 
@@ -39,37 +39,38 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
     keep_last: int | None = None,
     keep_every: int | None = None,
 ) -> PendingSave:
-    """Saves a split model and what trains it as one checkpoint, which any other layout can load.
+    """Saves a split model and its training state as one checkpoint, which any other layout can load.
 
-    It holds parameters and persistent buffers by their Hugging Face names, the optimizer's states and options, the
-    scheduler, the loss scale of float16 and the random states; no gradients: save after a step. With adapters, frozen
-    parameters that are still as they were read from a directory or the hub are left out. Replicas share the writing.
-    The checkpoint appears complete or not at all (docs/checkpoint-format.md).
+    Saves parameters and persistent buffers by their Hugging Face names, the optimizer's states and options, the
+    scheduler, the loss scale of float16 and the random states. Gradients are not saved: save after a step. With
+    adapters, frozen parameters that are unchanged since they were read from a directory or the hub are left out.
+    Replicas share the writing. The checkpoint appears complete or not at all (docs/checkpoint-format.md).
 
     Args:
-        path: a directory of checkpoints, which all ranks share. One job at a time may save there.
-        model: split by Shardwise, or a wrapper around it.
-        optimizer: over its parameters, from `build_optimizer` or torch.
-        scheduler: anything with a `state_dict` of JSON values and tensors.
-        extra: JSON values and tensors, the same on every rank, for `load_checkpoint` to return; "step" names the tag.
-        tag: the checkpoint's name in `path`; by default `step-N`, or `save-N` where no step is known. One that is there
-            is replaced when the new one is complete.
-        async_save: return when everything has been copied to host memory, and write in the background. The next save
-            waits for this one. An error is raised by the next save or load, or ends the process when it exits.
-        keep_last: delete all but so many of the newest complete checkpoints, once this one is complete.
-        keep_every: but never those whose step is a multiple of it.
+        path: a directory of checkpoints that all ranks share. Only one job at a time may save there.
+        model: model split by Shardwise, or a wrapper around it.
+        optimizer: optimizer of its parameters, from `build_optimizer` or torch.
+        scheduler: any object whose `state_dict` holds JSON values and tensors.
+        extra: JSON values and tensors, the same on every rank, which `load_checkpoint` returns. "step" names the tag.
+        tag: name of the checkpoint in `path`. Default: `step-N`, or `save-N` if no step is known. An existing
+            checkpoint of this name is replaced when the new one is complete.
+        async_save: return when everything is copied to host memory, and write in the background. The next save waits
+            for this one. An error is raised by the next save or load, or makes the process exit with an error.
+        keep_last: when the checkpoint is complete, delete all but this many of the newest complete checkpoints.
+        keep_every: never delete checkpoints whose step is a multiple of this.
 
     Returns:
-        The save, whose `wait()` returns the tag when the checkpoint is complete.
+        The save. Its `wait()` returns the tag when the checkpoint is complete.
 
     Raises:
-        ConfigError: something cannot be saved, or is not the same on every rank.
-        GradientError: an earlier step was one, and the host did not know yet; the weights are those before it.
-        LoadError: it cannot be written, or the save before has failed; the same on every rank.
+        ConfigError: something cannot be saved, or differs between ranks.
+        GradientError: an earlier step had invalid gradients, and the host did not know yet; the weights are those
+            before that step.
+        LoadError: the checkpoint cannot be written, or the previous save failed; the same on every rank.
 
-    Communicates: over all ranks, one all-gather of 40 bytes, one all-reduce of a number, and with adapters or in the
-        background a gather of small objects; then, in the background where that was asked for, four gathers over a
-        process group of its own.
+    Communicates: over all ranks, one all-gather of 40 bytes, one all-reduce of a number, and with adapters or
+    `async_save` a gather of small objects; with `async_save` also four gathers over its own process group, in the
+    background.
     """
     keep = {"keep_last": keep_last, "keep_every": keep_every}
     writer = writer_of(registry_of(_module(model)).mesh)
@@ -122,29 +123,28 @@ def load_checkpoint(
     strict: bool = True,
     verify: bool = True,
 ) -> Any:
-    """Loads a checkpoint into a split model and what trains it, in place; returns what was saved as `extra`.
+    """Loads a checkpoint into a split model and its training state, in place; returns the saved `extra`.
 
-    The layout may be another than the one that saved it, one process included: each rank reads only what it holds.
-    Everything is found and checked on all ranks before anything is changed. Random states continue where they were if
-    the number of data ranks is the same; otherwise each data rank begins a new stream that follows from them. Gradients
-    that the model has are dropped.
+    The layout may differ from the one that saved, one process included: each rank reads only its parts. Everything is
+    found and checked on all ranks before anything is changed. Random states continue if the number of data ranks is the
+    same; otherwise each data rank starts a new stream derived from them. The model's gradients are dropped.
 
     Args:
         path: a directory of checkpoints.
-        tag: which of them; by default the newest complete one.
-        model: split by Shardwise, also on the meta device; None reads `extra` alone.
-        optimizer: over its parameters, of the class that was saved. Its options become those that were saved. Without
-            the model, which stays as it is then, its state alone.
-        scheduler: of the class that was saved.
-        strict: whether names that only the model or only the checkpoint has, and adapters of another base, are an
-            error; else they are a warning.
-        verify: whether checksums of the parts that this rank reads are verified.
+        tag: name of the checkpoint. Default: the newest complete one.
+        model: model split by Shardwise, may be on the meta device. None reads only `extra`.
+        optimizer: optimizer of its parameters, of the class that was saved. Its options become the saved ones. Without
+            `model`, only the optimizer's state is loaded.
+        scheduler: scheduler of the class that was saved.
+        strict: raise an error for names that only the model or only the checkpoint has, and for adapters of another
+            base; False: log a warning.
+        verify: verify the checksums of the parts that this rank reads.
 
     Raises:
-        LoadError: there is no such checkpoint; a file is missing, damaged, or not what the checkpoint says; names or
-            shapes do not fit; or an optimizer's state cannot be divided. Names file and tensor. The same error on every
-            rank; model and optimizer are as they were.
-        ConfigError: the tag cannot be one, an optimizer is of no split model, or given on some ranks only.
+        LoadError: there is no such checkpoint; a file is missing, damaged, or contradicts the manifest; names or shapes
+            do not fit; or an optimizer's state cannot be divided. Names file and tensor. The same error on every rank;
+            model and optimizer are unchanged.
+        ConfigError: the tag is invalid, the optimizer belongs to no split model, or only some ranks pass it.
 
     Communicates: a few gathers of small objects over all ranks.
     """
@@ -167,11 +167,12 @@ def load_checkpoint(
 
 
 def fill_model(model: nn.Module, checkpoint: StoredParts | None, fill: Callable[[], object]) -> None:
-    """Gives a split model that is on the meta device its values: those of a checkpoint, and those of its source.
+    """Fills a split meta model with the values of a checkpoint and of its source.
 
     Args:
-        checkpoint: whose values come before those of the source; None: there is none.
-        fill: reads or draws what is still on the meta device. It comes first where the checkpoint lacks frozen weights.
+        checkpoint: checkpoint whose values take precedence; None: there is none.
+        fill: reads or draws the values that are still on the meta device. Runs first if the checkpoint lacks frozen
+            weights.
 
     Communicates: what `load_checkpoint` and `fill` do.
     """
@@ -185,13 +186,13 @@ def fill_model(model: nn.Module, checkpoint: StoredParts | None, fill: Callable[
 
 
 def holds_all(checkpoint: StoredParts) -> bool:
-    """Whether a checkpoint holds all parameters of its model, not the trained ones alone."""
+    """Whether a checkpoint holds all parameters of its model, not only the trained ones."""
     return checkpoint.manifest.content == "all"
 
 
 @torch.inference_mode(mode=False)
 def restore(stored: StoredParts, target: LoadTarget) -> Any:
-    """Loads an open checkpoint into a session; returns what was saved as `extra`. See `load_checkpoint`."""
+    """Loads an open checkpoint into `target`; returns the saved `extra`. See `load_checkpoint`."""
     model, put = target.model, lambda name, value: None
     if model is not None:
         registry = registry_of(model)

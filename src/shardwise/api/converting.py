@@ -1,4 +1,4 @@
-"""A checkpoint, ours or another's, as a plain Hugging Face directory, made by one process without ranks."""
+"""Converts a checkpoint, ours or another system's, to a plain Hugging Face directory, in one process without ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SHARD_BYTES = 5 * 10**9
 
 
 def open_anywhere(path: str | os.PathLike[str], tag: str | None = None) -> StoredParts:
-    """Opens a checkpoint by the directory of checkpoints and a tag (by default the newest), or by its own directory.
+    """Opens a checkpoint by the directory of checkpoints and a tag (default: the newest), or by its own directory.
 
     Raises:
         LoadError: there is none, or it is damaged.
@@ -53,16 +53,17 @@ def convert_to_hf(
     dtype: torch.dtype | None = None,
     tokenizer: Any = None,
 ) -> None:
-    """Writes the model of a checkpoint for `from_pretrained`, tensor by tensor: it holds one in memory at a time (those
-    of one tensor of the result, where the format of the model's checkpoints puts several together).
+    """Writes the model of a checkpoint for `from_pretrained`, tensor by tensor.
+
+    Holds one tensor in memory at a time (or the tensors that the format of the model's checkpoints fuses into one).
 
     Args:
-        directory: where to; it appears complete or not at all.
-        dtype: of floating-point tensors; by default as they were saved.
+        directory: the target; it appears complete or not at all.
+        dtype: dtype of floating-point tensors. Default: as saved.
 
     Raises:
-        LoadError: the checkpoint is damaged or not complete, or the directory cannot be written.
-        UnsupportedError: it holds the trained parameters of a frozen model, or of no transformers model.
+        LoadError: the checkpoint is damaged or incomplete, or the directory cannot be written.
+        UnsupportedError: the checkpoint holds only the trained parameters of a frozen model, or no transformers model.
     """
     if stored.manifest.content != "all" or ADAPTER_CONFIG in stored.manifest.files:
         raise UnsupportedError(
@@ -100,15 +101,15 @@ def convert_weights_to_hf(
     dtype: torch.dtype | None = None,
     tokenizer: Any = None,
 ) -> None:
-    """As `convert_to_hf`, for whatever `shardwise.load` loads weights from: a checkpoint of DCP, of transformers'
-    `distributed_checkpoint=True`, of Optimum Neuron or NxD, or a Hugging Face directory.
+    """`convert_to_hf` for other formats: DCP, transformers' `distributed_checkpoint=True`, Optimum Neuron, NxD, Hugging
+    Face.
 
     Args:
-        config: a directory or file with the model's config; by default that of `path`.
+        config: a directory or file with the model's config. Default: `path`.
 
     Raises:
         LoadError: the checkpoint is damaged, does not cover the model, or there is no config.
-        UnsupportedError: the files do not say what would have to be known.
+        UnsupportedError: the files do not contain the facts needed to join the parts.
     """
     found, _ = read_config(config if config is not None else config_place(path), {})
     named = [getattr(transformers, name, None) for name in found.architectures or ()]
@@ -124,7 +125,7 @@ def convert_weights_to_hf(
 
 
 def _open(path: Path, model: nn.Module) -> CheckpointIndex:
-    """The weights at `path`, those of NxD and Optimum Neuron too."""
+    """Opens the weights at `path`, including those of NxD and Optimum Neuron."""
 
     def layouts(tp_size: int) -> dict[str, Layout]:
         plan = decide(model, MeshShape(tp_size=tp_size), ParallelSpec())
@@ -146,7 +147,7 @@ def _write(
     tied: Mapping[str, str],
     companions: Iterable[Any],
 ) -> None:
-    """Writes weights, which `read` gives by name, and config of `model`, and whatever of the `companions` there is."""
+    """Writes the weights that `read` returns by name, the config of `model`, and the `companions` that exist."""
     if not (is_tied := has_tied_weights(model, tied)):
         untie(model.config)
     groups = plan_export(model, metas, is_tied=is_tied)
@@ -166,7 +167,7 @@ def _write(
 
 
 def meta_model(stored: StoredParts) -> Any:
-    """The model of a checkpoint, its base where it has adapters, without values."""
+    """The model of a checkpoint on the meta device; the base if it has adapters."""
     if "config.json" not in stored.manifest.files:
         raise UnsupportedError(
             f"{stored.manifest.tag} is of a {stored.manifest.model}, which is no transformers model",
@@ -182,6 +183,6 @@ def meta_model(stored: StoredParts) -> Any:
 
 
 def _meta(shape: Sequence[int], stored: torch.dtype, dtype: torch.dtype | None) -> torch.Tensor:
-    """A meta tensor of `shape`, in `dtype` where it is floating-point."""
+    """Meta tensor of `shape`; floating-point tensors in `dtype`."""
     chosen = dtype if dtype is not None and stored.is_floating_point else stored
     return torch.empty(tuple(shape), dtype=chosen, device="meta")

@@ -1,4 +1,4 @@
-"""Adapters out of checkpoints and into their base, by one process without ranks."""
+"""Converts adapters: from checkpoints to PEFT's format, and merged into their base, in one process without ranks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ __all__ = ["convert_adapter", "merge_adapter"]
 
 
 def convert_adapter(stored: StoredParts, directory: str | os.PathLike[str]) -> None:
-    """Writes the adapter of a checkpoint as PEFT does; its base is not read.
+    """Writes the adapter of a checkpoint in PEFT's format, without reading its base.
 
     Raises:
         LoadError: the checkpoint is damaged, or the directory cannot be written.
-        UnsupportedError: it holds no adapter, or PEFT's file of it also holds weights of the base, as that of an
-            adapter around an embedding does.
+        UnsupportedError: the checkpoint holds no adapter, or PEFT's file would also hold weights of the base, as for an
+            adapter around an embedding.
     """
     _check_adapter(stored)
     model = inject(meta_model(stored), read_adapter_config(stored.directory))
@@ -57,18 +57,17 @@ def merge_adapter(
     dtype: torch.dtype | None = None,
     tokenizer: Any = None,
 ) -> None:
-    """Writes a model with an adapter added to its weights for `from_pretrained`, tensor by tensor: the base stays in
-    its files.
+    """Writes a model with an adapter added to its weights for `from_pretrained`, tensor by tensor.
 
     Args:
-        base: a directory or hub id of a transformers model.
-        adapter: of the adapter: a directory that PEFT or we wrote, a hub id, or a checkpoint in which it was saved,
-            whose fingerprint of the base must be this one's.
-        tag: which checkpoint; by default the newest.
+        base: directory or hub id of a transformers model; it is not changed.
+        adapter: a directory that PEFT or Shardwise wrote, a hub id, or a checkpoint that holds the adapter and whose
+            fingerprint of the base matches.
+        tag: name of the checkpoint. Default: the newest.
 
     Raises:
-        LoadError: something is damaged, or does not belong together.
-        UnsupportedError: the checkpoint holds no adapter, or the weights of a base, too.
+        LoadError: a file is damaged, or base and adapter do not belong together.
+        UnsupportedError: the checkpoint holds no adapter, or also holds weights of the base.
     """
     with Mesh.open("tp1") as mesh:
         if not _is_checkpoint(adapter):

@@ -1,7 +1,7 @@
-"""From a model and its options to a split model: the plan is made once, agreed upon by all ranks, and applied.
+"""Splits a model by its options: makes the plan once, lets all ranks agree on it, and applies it.
 
-Rank 0 alone finds rules, and what else takes a tiny model. All ranks compare what goes in (shapes, values, options) and
-the resulting plan before anything is changed.
+Only rank 0 derives rules and runs tiny models. All ranks compare the input (shapes, values, options) and the resulting
+plan before anything is changed.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ __all__ = ["check_options", "complete_split", "decide", "fingerprint", "observe_
 
 
 def prepare(given: nn.Module, mesh: Mesh, spec: ParallelSpec, *, dtype: torch.dtype | None = None) -> Registry:
-    """Splits a model (real or meta) over `mesh` in place: what `parallelize` is, and `load` but for the weights.
+    """Splits a model (real or meta) over `mesh` in place. `parallelize` does this, and `load` before it reads weights.
 
     Args:
         given: the model, or PEFT's wrapper around it.
-        dtype: as in `apply_plan`.
+        dtype: see `apply_plan`.
 
     Raises:
-        PlanError: the plan cannot be followed; the same error on every rank, before anything is changed.
+        PlanError: the plan cannot be applied; the same error on every rank, before anything is changed.
         RankError: the ranks' models or options differ.
 
-    Communicates: a few small gathers over all ranks.
+    Communicates: a few gathers of small objects over all ranks.
     """
     model = find_model(given)
     plan, use = _decide_together(model, mesh, spec)
@@ -73,9 +73,9 @@ def prepare(given: nn.Module, mesh: Mesh, spec: ParallelSpec, *, dtype: torch.dt
 
 
 def complete_split(model: nn.Module, registry: Registry) -> None:
-    """Makes a model trainable whose modules have been split: gradients, the pipeline and optimizers are taken care of.
+    """Prepares a split model for training: gradient hooks, the pipeline runner, and optimizer hooks.
 
-    Communicates: the creation of groups, for what some ranks share and for a pipeline.
+    Communicates: creates process groups for shared parameters and for the pipeline.
     """
     open_subgroups(registry)
     track_gradients(model, registry)
@@ -87,12 +87,12 @@ def complete_split(model: nn.Module, registry: Registry) -> None:
 
 
 def check_options(shape: MeshShape, spec: ParallelSpec) -> None:
-    """Raises where the options fit no mesh of this shape, whatever the model; every rank sees the same.
+    """Raises if the options are invalid for every mesh of this shape, whatever the model. The same on every rank.
 
     Raises:
-        ConfigError: the schedule is unknown or does not take these stages, a layout without pp is cut, recomputation is
-            asked for with a backward in two parts, or torch has no such compiler.
-        UnsupportedError: the layout has an axis that is not supported yet.
+        ConfigError: the schedule is unknown or does not support these stages, a layout without pp has a pipeline
+            option, recomputation is combined with a split backward, or torch has no such compiler.
+        UnsupportedError: the layout has an axis that is not implemented.
     """
     check_axes(shape)
     check_pipeline(spec.pipeline, shape, spec.recompute)
@@ -100,7 +100,7 @@ def check_options(shape: MeshShape, spec: ParallelSpec) -> None:
 
 
 def observe_labels(model: nn.Module) -> None:
-    """Notes how a causal language model uses its labels, which its class may be wrong about."""
+    """Finds out by a tiny run how a causal language model uses its labels, and records it on the model."""
     _note_labels(model, _label_use(model))
 
 
@@ -114,8 +114,9 @@ def _label_use(model: nn.Module) -> LabelUse | None:
 
 
 def decide(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> SplitPlan:
-    """What one process does to `model` on a mesh of that shape: the rules, resolved. Changes and communicates nothing;
-    raises as `check_options` and `prepare`.
+    """Resolved plan for `model` on a mesh of this shape, in one process. Changes and communicates nothing.
+
+    Raises the errors of `check_options` and `prepare`.
     """
     check_options(shape, spec)
     facts = _read(model, shape)
@@ -124,15 +125,13 @@ def decide(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> SplitPlan:
 
 
 def _find(model: nn.Module, facts: ModelFacts, shape: MeshShape, spec: ParallelSpec) -> tuple[Plan, LayerOrder | None]:
-    """The rules that the model is split by, and in a pipeline the order of its layers."""
+    """The rules for splitting the model, and for a pipeline the order of its layers."""
     order = find_layer_order(without_adapters(model)) if shape.pp_size > 1 else None
     return plan_for(model, spec, num_parts=shape.tp_size, facts=facts), order
 
 
 def _check_cuts(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> None:
-    """Raises on every rank by itself where the pipeline does not fit the layers, as they are registered or as they run
-    (which takes longer to find out).
-    """
+    """Raises on every rank if the pipeline does not fit the layers, as registered or (slower) as they run."""
     if shape.pp_size == 1 or is_split(model):
         return
     try:
@@ -142,7 +141,7 @@ def _check_cuts(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> None:
 
 
 def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> tuple[SplitPlan, LabelUse | None]:
-    """`decide`, by rank 0 for all ranks, whose models and options are the same; and how the model uses its labels."""
+    """`decide` on rank 0, for all ranks, whose models and options are equal; also returns the model's use of labels."""
     if mesh.shape.world_size == 1:
         return decide(model, mesh.shape, spec), _label_use(model)
     check_options(mesh.shape, spec)
@@ -182,14 +181,14 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> tuple[
 
 
 def _read(model: nn.Module, shape: MeshShape) -> ModelFacts:
-    """The facts of a model that may be split over such a mesh; raises where it may not."""
+    """Facts about a model that will be split over a mesh of this shape; raises if it cannot be."""
     check_unsplit(model)
     check_adapters(model, shape)
     return read_facts(model)
 
 
 def _parts_of(plan: SplitPlan) -> dict[str, str]:
-    """What was decided, each part by its name, as text."""
+    """The parts of a plan as text, by name."""
     found: dict[str, str] = {}
     for name, value in to_json(plan).items():
         parts = value.items() if isinstance(value, dict) else [("", value)]
@@ -198,7 +197,7 @@ def _parts_of(plan: SplitPlan) -> dict[str, str]:
 
 
 def _describe(model: nn.Module, facts: ModelFacts, shape: MeshShape, spec: ParallelSpec) -> dict[str, str]:
-    """What must be the same on every rank: by the name of each part, its text."""
+    """Everything that must be equal on every rank, as text by name."""
     values = {
         name: fingerprint(value) for name, value in (*model.named_parameters(), *model.named_buffers()) if value.numel()
     }
@@ -223,14 +222,14 @@ def _describe(model: nn.Module, facts: ModelFacts, shape: MeshShape, spec: Paral
 
 @torch.no_grad()
 def fingerprint(value: Tensor) -> str:
-    """A text that is the same for the same values, and as good as never for others; the dtype of meta tensors."""
+    """Text that differs for different values with near certainty; for meta tensors, the dtype."""
     if value.is_meta:
         return str(value.dtype)
     return f"{value.dtype}, digest {int(tensor_digest(value)) % 2**64:016x}"
 
 
 def open_subgroups(registry: Registry) -> None:
-    """Creates the groups that this model needs besides its mesh's, where every rank is at the same point."""
+    """Creates the process groups that this model needs besides the mesh's. Every rank calls it at the same point."""
     for entry in registry.entries.values():
         if entry.holders:
             registry.mesh.subgroup("tp", entry.holders)

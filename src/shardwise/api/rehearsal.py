@@ -1,4 +1,4 @@
-"""A run rehearsed: rank 0's model on fake tensors, for what its shapes alone can tell."""
+"""Runs rank 0's model on fake tensors, to learn what shapes alone can tell."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ __all__ = ["Rehearsal", "RehearsedStep"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """What is to be rehearsed.
+    """Description of a fake run.
 
     Attributes:
-        source: the model's config; no weights are read.
-        spec, dtype, auto_class, options, adapter: as in `load`.
+        source: the model's config. No weights are read.
+        spec, dtype, auto_class, options, adapter: see `load`.
     """
 
     source: PreTrainedConfig
@@ -60,8 +60,9 @@ class Rehearsal:
 
     @contextmanager
     def open(self, *, rank: int = 0) -> Iterator[PreTrainedModel]:
-        """A rank's split model in training mode, whose tensors have shapes and no values. Raises as `load`, and a
-        `MeshError` where this process is a rank of some job.
+        """Context manager that gives a rank's split model in training mode, on fake tensors.
+
+        Raises the errors of `load`, and a `MeshError` if this process already belongs to a distributed job.
         """
         model = build_meta_model(
             copy.deepcopy(self.source), self.auto_class, dtype=self.dtype, options=dict(self.options)
@@ -91,10 +92,11 @@ class Rehearsal:
         return replace(self, spec=replace(self.spec, compilation=None))
 
     def run_step(self, *, num_rows: int, seq_length: int) -> RehearsedStep:
-        """One microbatch, run eagerly on rank 0: what it holds, and what forward, backward and gradient phase send.
+        """Runs one microbatch eagerly on rank 0; returns memory and communication of forward, backward and gradient
+        phase.
 
         Raises:
-            UnsupportedError: that depends on values, such as which expert a token goes to.
+            UnsupportedError: the result depends on values, such as the expert that a token is routed to.
         """
         with self._eager().open() as model:
             batch = _full_rows(model, num_rows, seq_length)
@@ -102,11 +104,11 @@ class Rehearsal:
                 return _run_step(model, batch)
 
     def run_stages(self, *, num_rows: int, seq_length: int) -> dict[int, RehearsedStage]:
-        """One microbatch through each stage of a pipeline, on the first rank that holds it: forward, and over tp
+        """Runs one microbatch through each pipeline stage, on the first rank of the stage: forward, and over tp
         backward.
 
         Raises:
-            UnsupportedError: what a stage holds depends on values.
+            UnsupportedError: the memory of a stage depends on values.
         """
         found: dict[int, RehearsedStage] = {}
         for coord in range(self.shape.pp_size):
@@ -121,7 +123,7 @@ class Rehearsal:
 
 @dataclass(frozen=True, kw_only=True)
 class RehearsedStage:
-    """What one stage of a pipeline does in one microbatch.
+    """Memory and communication of one pipeline stage for one microbatch.
 
     Attributes:
         held_bytes: bytes kept between forward and backward, including received and sent tensors.
@@ -138,17 +140,16 @@ class RehearsedStage:
 
 @dataclass(frozen=True, kw_only=True)
 class RehearsedStep:
-    """What rank 0 does in one microbatch.
+    """Memory and communication of rank 0 for one microbatch.
 
     Attributes:
-        activations: what is kept between forward and backward.
-        peak_bytes: the most that lives at once besides parameters and optimizer states at rest: activations, gradients,
-            the loss and what forward, backward, clipping and AdamW need for a moment.
-        tp: what the microbatch communicates over tp.
-        data: the same over the data axes.
-        after: what the gradient phase communicates after the last microbatch, over any axis.
-        layer: collectives over tp in the forward and in the backward of one run of a layer; None where no layer with
-            split parts ran.
+        activations: memory kept between forward and backward.
+        peak_bytes: peak memory besides stored parameters and optimizer states: activations, gradients, the loss, and
+            temporary memory of forward, backward, clipping and AdamW.
+        tp: communication over tp in the microbatch.
+        data: communication over the data axes in the microbatch.
+        after: communication of the gradient phase after the last microbatch, over any axis.
+        layer: number of tp collectives in forward and in backward of one layer; None if no layer with split parts ran.
     """
 
     activations: ActivationBytes
@@ -161,7 +162,7 @@ class RehearsedStep:
 
 @contextmanager
 def as_data_dependent_error(model: nn.Module) -> Iterator[None]:
-    """Raises `UnsupportedError` where a model cannot run without values: its own code fails then in any way."""
+    """Context manager: converts the errors of a model that cannot run without values to `UnsupportedError`."""
     try:
         yield
     except ShardwiseError:
@@ -174,7 +175,7 @@ def as_data_dependent_error(model: nn.Module) -> Iterator[None]:
 
 
 def _full_rows(model: PreTrainedModel, num_rows: int, seq_length: int) -> dict[str, Any]:
-    """A batch whose rows hide nothing, as a step says so; only values could tell it to a model's own code."""
+    """A batch without padding. Only real values could tell the model's own code that its mask hides nothing."""
     batch = make_batch(model, batch_size=num_rows, sequence_length=seq_length, seed=0)
     batch.pop("attention_mask", None)
     if take_host_masks(find_model(model)):
@@ -205,7 +206,7 @@ def _run_stage(model: nn.Module, stages: Stages, stage: int, batch: Mapping[str,
 
 
 def _after_a_step(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW as devices run it, which has its states."""
+    """Fused AdamW with allocated states."""
     trained = [each for each in model.parameters() if each.requires_grad]
     made: Any = stepping_class(torch.optim.AdamW)
     optimizer: torch.optim.Optimizer = made(trained, fused=True)

@@ -1,4 +1,4 @@
-"""Where the values of a meta model come from: the files of a checkpoint, or the model's own initialisation."""
+"""Sources of a meta model's values: the files of a checkpoint, or the model's own initialization."""
 
 from __future__ import annotations
 
@@ -58,15 +58,16 @@ SAME_FILES: dict[str, Any] = {
 
 @dataclass
 class WeightSource:
-    """The values of a meta model's tensors: read from a checkpoint, else initialised as those of the unsplit model.
+    """Source of a meta model's values: read from a checkpoint, else initialized like the unsplit model.
 
     Attributes:
-        index: the checkpoint; None where nothing is read.
-        found: what the checkpoint has, by the model's names.
-        unsplit: the tensors to be initialised, as they were built.
-        attributes: the tensors that modules keep as plain attributes, as they were built, by their names in the base.
-        dtype: what is read is converted to.
-        later: how adapters that came in unrecorded are built, and their tensors.
+        index: the checkpoint; None if nothing is read.
+        found: tensors of the checkpoint by the model's names.
+        construction: recorded construction of the model.
+        unsplit: unsplit meta tensors that will be initialized.
+        attributes: meta tensors that modules hold as plain attributes, by their names in the base.
+        dtype: dtype to which read tensors are converted.
+        later: recorded construction and tensors of adapters that were added later.
     """
 
     index: CheckpointIndex | None
@@ -83,14 +84,14 @@ class WeightSource:
             self.index.__exit__()
 
     def describe(self) -> dict[str, str]:
-        """What must be the same on every rank, by names: digests of the checkpoint's tensors."""
+        """Digests of the checkpoint's tensors by name, which must be equal on every rank."""
         return {} if self.index is None else {f"weights {key}": text for key, text in self.index.describe().items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightSource:
         return self  # of a copied model, too
 
     def inject(self, model: PreTrainedModel, adapter: Any) -> nn.Module:
-        """PEFT's model around the meta model, whose adapters will be initialised as PEFT does it."""
+        """Wraps the meta model in PEFT's model, and records how PEFT initializes the adapters."""
         with self.construction:
             wrapped = inject(model, adapter)
         names = names_in_base(model)
@@ -100,7 +101,7 @@ class WeightSource:
         return wrapped
 
     def with_adapters_of(self, model: PreTrainedModel) -> WeightSource:
-        """The source of a model into which adapters came after it was built."""
+        """Source of a model that received adapters after it was built."""
         source, names = replace(self, unsplit=dict(self.unsplit), later=[]), names_in_base(model)
         source._rename(names)
         own = [fqn for fqn, value in model.named_parameters() if fqn not in names and value.is_meta]
@@ -113,7 +114,7 @@ class WeightSource:
         return source
 
     def _rename(self, names: dict[str, str]) -> None:
-        """Renames the base's tensors to the names that they have among adapters."""
+        """Renames the base's tensors to their names in the model with adapters."""
         self.unsplit = {fqn: self.unsplit[base] for fqn, base in names.items() if base in self.unsplit}
         if self.found is not None:
             known = {fqn: self.found.tensors[base] for fqn, base in names.items() if base in self.found.tensors}
@@ -122,14 +123,14 @@ class WeightSource:
             self.found = replace(self.found, tensors=known, duplicates=duplicates)
 
     def fill(self, model: PreTrainedModel, registry: Registry, *, seed: int, reads: bool = True) -> None:
-        """Gives this rank's part of what is still on the meta device its values.
+        """Fills this rank's part of the tensors that are still on the meta device.
 
         Args:
-            seed: of what no checkpoint holds.
-            reads: False where the tensors of the checkpoint have been filled otherwise.
+            seed: seed of values that no checkpoint holds.
+            reads: False if the checkpoint's tensors are already filled from elsewhere.
 
         Raises:
-            LoadError: the checkpoint holds NaN, or tied tensors differ.
+            LoadError: the checkpoint contains NaN, or tied tensors differ.
             UnsupportedError: a tensor has no value.
 
         Communicates: nothing.
@@ -160,12 +161,12 @@ def build_meta(
     options: dict[str, Any],
     reads: bool = True,
 ) -> tuple[PreTrainedModel, WeightSource]:
-    """A model on the meta device, and where its values come from; raises as `shardwise.load`.
+    """Builds a meta model and the source of its values. Raises the errors of `shardwise.load`.
 
     Args:
-        config: instead of the one at `source`.
-        options: as `shardwise.load` hands them on.
-        reads: whether its weights are those of `source`.
+        config: replaces the config at `source`.
+        options: see `shardwise.load`.
+        reads: whether the weights at `source` are read.
     """
     options = dict(options)
     allowed, key_mapping = Allowed.pop(options), options.pop("key_mapping", None)
@@ -202,8 +203,8 @@ def split_lazily(
     checkpoint: Place | None = None,
     ranks_at_a_time: int | None = None,
 ) -> Registry:
-    """Splits a model, and gives what of it is on the meta device its values. Arguments and errors are those of
-    `shardwise.parallelize` and `fill_later`, and so is what it communicates.
+    """Splits a model and fills its meta tensors. Arguments, errors and communication: see `parallelize` and
+    `fill_later`.
     """
     with fill_later(model, mesh, checkpoint=checkpoint, ranks_at_a_time=ranks_at_a_time) as fill:
         registry = prepare(model, mesh, spec)
@@ -215,19 +216,19 @@ def split_lazily(
 def fill_later(
     model: nn.Module, mesh: Mesh, *, checkpoint: Place | None = None, ranks_at_a_time: int | None = None
 ) -> Iterator[Callable[[Registry], None]]:
-    """Finds where the values of a model come from that is split in the block; gives a function that fills it then.
+    """Context manager: finds the source of a model's values before the block splits it; gives a function that fills it.
 
     Args:
-        model: real, or on the meta device in part or in full; PEFT may be around it or in it. Its values are those that
-            `from_pretrained` would have read, or those it starts with, drawn from rank 0's `torch.initial_seed()`.
-        checkpoint: a sharded checkpoint, which is loaded instead.
-        ranks_at_a_time: how many ranks of a machine read or draw at the same time; all where None or not positive.
+        model: real, or meta in part or in full; PEFT may be around or in it. Its values are those that
+            `from_pretrained` would have read, or initial values drawn from rank 0's `torch.initial_seed()`.
+        checkpoint: a sharded checkpoint that is loaded instead.
+        ranks_at_a_time: how many ranks of a machine fill at the same time; None or not positive: all.
 
     Raises:
         LoadError: there is no such checkpoint, or weights cannot be read.
-        UnsupportedError: the values of a meta tensor are not known.
+        UnsupportedError: the value of a meta tensor is unknown.
 
-    Communicates: two gathers of small objects over all ranks; filling, one for every turn, and as `load_checkpoint`.
+    Communicates: two gathers of small objects over all ranks; filling: one per turn, and what `load_checkpoint` does.
     """
     group, inner = mesh.group(), find_model(model)
     join_saves(mesh)
@@ -262,7 +263,7 @@ def fill_later(
 
 
 def _source_of(model: Any) -> WeightSource | None:
-    """The source of what is on the meta device; None where nothing is."""
+    """Source of the model's meta tensors; None if it has none."""
     own: WeightSource | None = model.__dict__.get(SOURCE)
     if not any(value.is_meta for value in (*model.parameters(), *model.buffers())):
         return None

@@ -1,4 +1,4 @@
-"""What leaves a split model: full state, full gradients, plain Hugging Face directories."""
+"""Exports of a split model: full state dict, full gradients, plain Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _ADAPTER_MODES = ("only", "with_base", "merged")
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
-    """The state dict of the unsplit model: Hugging Face names, full CPU tensors, tied names included.
+    """State dict of the unsplit model: Hugging Face names, full CPU tensors, tied names included.
 
     Args:
-        rank0_only: only rank 0 keeps it; the others get an empty dict, and hold one full tensor at a time.
+        rank0_only: return it on rank 0 only; other ranks get an empty dict and hold one full tensor at a time.
 
     Communicates: over all ranks, one all-gather of 40 bytes; over tp, one all-gather of each split parameter; over pp,
-        one broadcast of each parameter and persistent buffer.
+    one broadcast of each parameter and persistent buffer.
     """
     registry, model = registry_of(model), _named_as_split(model)
     _meet(model, "full_state_dict")
@@ -55,9 +55,9 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
 
 
 def full_gradients(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
-    """The gradients of the unsplit model by Hugging Face name: full CPU tensors, for parameters that have one.
+    """Gradients of the unsplit model by Hugging Face name: full CPU tensors, for parameters that have one.
 
-    Communicates: gathers as `full_state_dict` does.
+    Communicates: gathers like `full_state_dict`.
     """
     model = _named_as_split(model)
     _meet(model, "full_gradients")
@@ -76,30 +76,31 @@ def export_pretrained(
     tokenizer: Any = None,
     adapter: str | None = None,
 ) -> None:
-    """Writes a split model as a plain Hugging Face directory, which `from_pretrained` loads without Shardwise; of a
-    model that is not transformers' the weights alone, for `safetensors.torch.load_model`.
+    """Writes a split model as a plain Hugging Face directory, which `from_pretrained` loads without Shardwise.
 
-    Weights are streamed tensor by tensor, in the names and format of the checkpoint they came from. Files go round
-    among the ranks that see the directory (with adapters merged, rank 0 writes all). A rank that writes holds one full
-    tensor at a time (of all that the format puts together, such as experts), and a buffer of what another rank sends of
-    it. Files are moved into the directory when all are written, and what `from_pretrained` looks for first comes last.
+    For other models it writes only the weights, for `safetensors.torch.load_model`. Weights are streamed tensor by
+    tensor, in the names and format of the checkpoint they came from. The ranks that see the directory take turns
+    writing files (with merged adapters, rank 0 writes all). A writing rank holds one full tensor at a time (or the
+    tensors that the format fuses, such as experts), and a receive buffer. Files are moved into the directory when all
+    are written; the file that `from_pretrained` looks for first comes last.
 
     Args:
-        directory: where to; older weights and files of the same names are replaced, no other file is touched.
-        max_shard_bytes: of tensors per file.
-        tokenizer: saved with the weights; by default that of the directory the model was loaded from, if it has one.
-        adapter: what to write of a model with adapters: "only" (the default) these, as PEFT does, further ones in
-            directories of their names; "with_base" the base, and these in the directory `adapter` inside; "merged" the
-            model with its active adapters added to its weights. Files are the same for every layout.
+        directory: the target. Older weights and files of the same names are replaced; no other file is touched.
+        max_shard_bytes: bytes of tensors per file.
+        tokenizer: saved with the weights. Default: the tokenizer of the directory from which the model was loaded, if
+            any.
+        adapter: for a model with adapters. "only" (default): the adapters in PEFT's format, further ones in directories
+            of their names. "with_base": the base, and the adapters in the subdirectory `adapter`. "merged": the model
+            with its active adapters added to its weights. Files are the same for every layout.
 
     Raises:
-        ConfigError: ranks ask for different exports; `adapter` is none of these, or the model has none; or adapters
-            are merged at the moment, or are to be merged and switched off.
+        ConfigError: ranks pass different arguments; `adapter` has another value, or the model has no adapters; or
+            adapters are already merged, or would be merged but are disabled.
         LoadError: a file cannot be written. The same error on every rank.
         LayoutError: ranks hold different copies of a parameter.
 
-    Communicates: over all ranks, gathers of digests and small objects, and messages with the portions of each parameter
-        that another rank holds than the one that writes it.
+    Communicates: over all ranks, gathers of digests and small objects, and messages with the parts of each parameter
+    that the writing rank does not hold.
     """
     model = _named_as_split(model)
     _meet(model, "export_pretrained", directory=directory, max_shard_bytes=max_shard_bytes, adapter=adapter)
@@ -129,8 +130,8 @@ def export_pretrained(
 
 
 def _named_as_split(model: nn.Module) -> nn.Module:
-    """The split model, or PEFT's wrapper around it, where the modules around these hold no tensors of their own
-    (`torch.compile`'s wrapper, a LightningModule); else `model`.
+    """The split model, or PEFT's wrapper around it, if the modules around it hold no tensors (`torch.compile`'s
+    wrapper, a LightningModule); else `model`.
     """
     root = registry_of(model).model()
     inner = next((each for each in model.modules() if each is root or find_model(each) is root), model)
@@ -139,14 +140,14 @@ def _named_as_split(model: nn.Module) -> nn.Module:
 
 
 def _meet(model: nn.Module, doing: str, **asked: object) -> None:
-    """Raises on all ranks where they do not all call this function with the same arguments."""
+    """Raises on all ranks unless all call this function with the same arguments."""
     registry = registry_of(model)
     fields = {name: str(value) for name, value in asked.items()} | describe_steps(registry.context)
     check_calls(registry.mesh.group(), fields, doing=doing)
 
 
 def _adapter_mode(model: nn.Module, adapter: str | None) -> str | None:
-    """What is to be written of the adapters; None where the model has none."""
+    """Validated export mode of the adapters; None if the model has none."""
     if adapter is not None and adapter not in _ADAPTER_MODES:
         raise ConfigError(
             f"unknown adapter mode {adapter!r}{did_you_mean(adapter, _ADAPTER_MODES)}",

@@ -1,4 +1,4 @@
-"""`verify`: the proof that a split computes what the unsplit model does, on a tiny model and gloo ranks."""
+"""`verify`: proves on a tiny model and gloo ranks that a split computes the same as the unsplit model."""
 
 from __future__ import annotations
 
@@ -64,22 +64,22 @@ def verify(
     adapter: Any = None,
     **options: Any,
 ) -> Report:
-    """Proves on the CPU that a split computes what the unsplit model does.
+    """Proves on the CPU that a split computes the same as the unsplit model.
 
     Builds a tiny model (the same architecture, few and narrow layers), trains it unsplit and split over as many gloo
-    ranks as the layout has, and compares loss, logits, every gradient, the parameters after three AdamW steps, and
-    after twenty the copies that ranks hold of the same parameters, all in float64 (in float32 where the model does not
-    run in float64). One more step runs on padded rows with dropout, for which the unsplit model is given what the ranks
-    dropped. Another step in the dtype of the run must come as near to the exact gradients as the unsplit model in that
-    dtype does. Starts its own ranks; call it from one process.
+    ranks as the layout has, and compares loss, logits, every gradient, the parameters after three AdamW steps, and the
+    replicas of parameters after twenty steps, in float64 (in float32 if the model does not run in float64). A further
+    step uses padded rows and dropout; the unsplit model then drops the same elements. Another step in the dtype of the
+    run must be as close to the exact gradients as the unsplit model in that dtype. Starts its own ranks; call it from
+    one process.
 
     Args:
         source: a model, a directory, a hub id or a config; only its architecture matters.
-        layout: as in `Mesh.open`.
-        num_microbatches: as in `TrainStep`; by default 1, or as many as the schedule of a pipeline needs.
-        auto_class, dtype: as in `load`.
-        adapter: as in `load`: the tiny model then is frozen but for adapters as its config says, of any values. A model
-            that has adapters is proved with these.
+        layout: see `Mesh.open`.
+        num_microbatches: see `TrainStep`. Default: 1, or the minimum of the pipeline schedule.
+        auto_class, dtype: see `load`.
+        adapter: see `load`. The tiny model is then frozen except for adapters of this config with random values. A
+            model that has adapters is proved with them.
         options: every other option of `load`: plan, sequence_parallel, fsdp, precision, recompute, compilation, and
             values of the config.
 
@@ -89,7 +89,7 @@ def verify(
     Raises:
         ConfigError: there is no such option, or the adapter fits no module of the tiny model.
         UnsupportedError: no tiny model of the architecture can be built.
-        PlanError: the plan cannot be followed.
+        PlanError: the plan cannot be applied.
     """
     spec, options = ParallelSpec.take(options)
     shape = layout if isinstance(layout, MeshShape) else MeshShape.parse(layout)
@@ -123,7 +123,7 @@ def verify(
 
 
 def _tiny_config(config: PreTrainedConfig, model_class: Any, spec: ParallelSpec, shape: MeshShape) -> PreTrainedConfig:
-    """The tiny model's, which has a layer for every stage of a pipeline."""
+    """Config of the tiny model, with at least one layer per pipeline stage."""
     if shape.pp_size == 1:
         return shrink_config(config, without_dropout=True)
     pipeline = spec.pipeline
@@ -138,14 +138,14 @@ def _tiny_config(config: PreTrainedConfig, model_class: Any, spec: ParallelSpec,
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """A proof to be run: what every rank of it is given.
+    """Description of a proof, passed to every rank.
 
     Attributes:
-        config: of the tiny model.
-        drops: whether the model that is proved has dropout; the tiny one then trains once with it.
-        dtype: of its parameters in the second, narrower run; those of the spec's precision where None.
-        adapters: PEFT's configs by the adapters' names.
-        with_media: whether a model that takes images or sound beside tokens is given some, where it is known how.
+        config: config of the tiny model.
+        drops: whether the user's model has dropout. If so, the tiny one is also trained once with dropout.
+        dtype: parameter dtype of the second, narrower run; None: that of the spec's precision.
+        adapters: PEFT configs by the adapters' names.
+        with_media: whether a multimodal model also receives images or sound, if it is known how.
     """
 
     config: PreTrainedConfig
@@ -161,7 +161,7 @@ class Proof:
     num_steps: int = 20
 
     def run(self, *, timeout_seconds: float = 300.0) -> Report:
-        """Starts the ranks and reports what they find."""
+        """Starts the ranks and returns their report."""
         start = time.perf_counter()
         shape = MeshShape.parse(self.layout)
         tiny = build_tiny_model(self.config, self.model_class, seed=0)
@@ -178,12 +178,12 @@ class Proof:
         )
 
     def make_batch(self, model: Any, *, batch_size: int, padding: Padding = "none") -> dict[str, Tensor]:
-        """What the tiny model is given."""
+        """Batch for the tiny model."""
         batch = make_batch(model, batch_size=batch_size, seed=0, padding=padding)
         return add_media(model, batch, seed=0) if self.with_media else batch
 
     def _without_dropout(self, shape: MeshShape) -> str:
-        """Why nothing was dropped in the padded run, if nothing was."""
+        """The reason why nothing was dropped in the padded run; "" if dropout was active."""
         if not self.drops:
             return "the model has no dropout"
         if not _draws_in_order(self.spec, shape.pp_size):
@@ -192,12 +192,12 @@ class Proof:
 
     @property
     def exact_spec(self) -> ParallelSpec:
-        """The spec without a precision: the model keeps its dtype."""
+        """The spec without `precision`, so that the model keeps its dtype."""
         return replace(self.spec, precision=None)
 
     @property
     def run_dtype(self) -> str:
-        """What the run computes in."""
+        """Dtype of computation in the run."""
         return self.spec.precision.compute if self.spec.precision is not None else self.dtype or "float32"
 
 
@@ -249,7 +249,7 @@ def _prove_on_this_rank(proof: Proof) -> Measurement:
 
 
 def _inject(configs: Mapping[str, Any], tiny: nn.Module) -> nn.Module:
-    """The tiny model with adapters of any values."""
+    """Adds adapters with random values to the tiny model."""
     large = nn.Module()  # represents the model that has them
     large.__dict__["peft_config"] = configs
     try:
@@ -263,7 +263,9 @@ def _inject(configs: Mapping[str, Any], tiny: nn.Module) -> nn.Module:
 
 
 def _draws_in_order(spec: ParallelSpec, pp_size: int) -> bool:
-    """Whether a rank drops for one microbatch after the other: of several stages it would not be known which did."""
+    """Whether each rank runs the dropout of one microbatch after the other. With several stages per rank the order is
+    unknown.
+    """
     return pp_size == 1 or len(smallest_schedule(spec.pipeline, pp_size).rank_of) == pp_size
 
 
@@ -272,7 +274,10 @@ def _splitter(spec: ParallelSpec, dtype: torch.dtype | None = None) -> Callable[
 
 
 def _train(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], *, num_microbatches: int) -> Tensor:
-    """Forward and backward of a split model as a user runs them; models without a loss are driven by hand."""
+    """Forward and backward of a split model through the public API.
+
+    Models without a loss get a loss of their output.
+    """
     part = split_rows(batch, _num_rows(batch, mesh.data_size), mesh.data_size)[mesh.data_rank]
     if _has_targets(model, part):
         return TrainStep(model, mesh, num_microbatches=num_microbatches)(part).loss
@@ -287,8 +292,10 @@ def _train(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], *, num_microb
 def _loss_of_parts(
     model: nn.Module, batch: Mapping[str, Any], given: Sequence[ReplayRandom] = (), *, num_parts: int
 ) -> Tensor:
-    """The unsplit model's loss of the batch. Where it adds a balance of experts to it, which is computed for each
-    microbatch of a data rank, and where it is given what each data rank drew, the mean of the parts' losses.
+    """The unsplit model's loss of the batch.
+
+    It is the mean of the parts' losses if the loss includes an auxiliary loss of experts, which each microbatch of a
+    data rank computes alone, or if the dropout of each data rank is replayed.
     """
     output = {} if given else model(**batch)
     if not given and (num_parts == 1 or not any("aux_loss" in name for name in output)):
@@ -307,6 +314,6 @@ def _has_targets(model: nn.Module, batch: Mapping[str, Any]) -> bool:
 
 
 def _num_rows(batch: Mapping[str, Any], num_parts: int) -> int:
-    """Rows that divide among the data ranks: of the labels, or of what has fewest."""
+    """Number of rows that divides among the data ranks: the labels' rows, else the smallest number of rows."""
     sizes = [value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.ndim]
     return min(size for size in sizes if size % num_parts == 0)

@@ -63,7 +63,7 @@ def copy_to_region(x: Tensor, group: Group | None) -> Tensor:
 
 
 def reduce_from_region(x: Tensor, group: Group | None) -> Tensor:
-    """Leaves a split region: sums the ranks' partial results in forward (in place if possible), identity in backward."""
+    """Leaves a split region: sums the ranks' partial results in forward (in place if allowed), identity in backward."""
     return x if group is None else _Reduce.apply(x, group)
 
 

@@ -106,7 +106,7 @@ def all_gather_single(out: Tensor, x: Tensor, group: Group) -> None:
 
 
 def all_gather_later(out: Tensor, x: Tensor, group: Group) -> dist.Work:
-    """Starts to fill `out` with every rank's `x` along dim 0. Both tensors must stay alive until the work is complete."""
+    """Starts to fill `out` with every rank's `x` along dim 0. Both tensors must stay alive until the work completes."""
     work: dist.Work = _all_gather_single(out, x, group=group, async_op=True)
     return work
 

@@ -150,7 +150,7 @@ class _Done:
 
 
 class _Shared:
-    """State that the handles on one group share: inputs of the running exchange, results of the last one, and messages."""
+    """State that the handles on one group share: inputs of the running exchange, results of the last, and messages."""
 
     def __init__(self, size: int) -> None:
         self.slots: list[Any] = [None] * size

@@ -1,1 +1,1 @@
-"""The APIs of other systems over ours: scripts written for them run with their import lines changed."""
+"""APIs of other systems on top of ours: scripts written for them run with changed import lines."""

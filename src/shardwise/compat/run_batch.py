@@ -1,4 +1,4 @@
-"""Forward and backward of one batch by any split model, also a hand-written one that computes its own loss."""
+"""Forward and backward of one batch by any split model, including hand-written ones that compute their own loss."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ __all__ = ["BatchRunner", "add_runners"]
 
 
 class BatchRunner:
-    """Runs forward and backward of one batch after another, and forwards without gradients.
+    """Runs forward and backward of batches, and forwards without gradients.
 
-    A planned model with labels is trained by one `TrainStep`: the loss is the mean over the tokens of all data ranks'
-    batches, the same on every rank. Any other model gives its loss, an output with a `loss`, or a tuple that begins
-    with it; gradients are means over data ranks, the loss is this rank's.
+    A planned model with labels is trained by a `TrainStep`: the loss is the mean over the tokens of all data ranks'
+    batches, the same on every rank. Any other model returns its loss, an output with a `loss`, or a tuple that begins
+    with it. Then gradients are means over data ranks, and the loss is this rank's.
 
     Args:
         model: a split model.
-        num_microbatches: of a pipeline; where its schedule does not take so many, stages run one after the other.
-        averages: return the mean of the data ranks' losses, also of a hand-written model.
+        num_microbatches: number of microbatches of a pipeline. If its schedule does not support the number, stages run
+            one after the other.
+        averages: return the mean of the data ranks' losses, also for a hand-written model.
     """
 
     def __init__(self, model: nn.Module, *, num_microbatches: int = 1, averages: bool = False) -> None:
@@ -54,10 +55,11 @@ class BatchRunner:
             The loss, detached, on every rank.
 
         Raises:
-            BatchError: the model gives no loss, or rows do not divide.
+            BatchError: the model returns no loss, or rows do not divide.
             UnsupportedError: a pipeline of a planned model without labels.
 
-        Communicates: as `TrainStep`, or as the model's forward and backward; in a pipeline one all-reduce over pp.
+        Communicates: like `TrainStep`, or like the model's forward and backward; in a pipeline also one all-reduce over
+        pp.
         """
         args, kwargs = _named_inputs(args, kwargs)
         if registry_of(self._model).local_state:
@@ -83,14 +85,14 @@ class BatchRunner:
 
     @torch.no_grad()
     def run_eval(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the model computes, without gradients; the same on every rank of a pipeline."""
+        """Output of the model, without gradients; the same on every rank of a pipeline."""
         args, kwargs = _named_inputs(args, kwargs)
         return self._model(*args, **kwargs)
 
     def _run_by_hand(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Forward and backward of all microbatches, weighted by targets or by rows; the loss of this data rank.
+        """Forward and backward of all microbatches, weighted by targets or by rows. Returns the loss of this data rank.
 
-        Communicates: one gather of a small object over all ranks, what the model does, over pp one all-reduce.
+        Communicates: one gather of a small object over all ranks, what the model does, and one all-reduce over pp.
         """
         model, mesh, number = self._model, self._mesh, self._num_microbatches
         pipeline, gradients = runner_of(find_model(model)), gradients_of(model)
@@ -128,7 +130,7 @@ class BatchRunner:
 
 
 class _Step(TrainStep):
-    """A `TrainStep` that takes any number of microbatches."""
+    """A `TrainStep` with a variable number of microbatches."""
 
     @staticmethod
     def _schedule_of(pipeline: PipelineRunner, num_microbatches: int) -> Schedule:
@@ -136,7 +138,7 @@ class _Step(TrainStep):
 
 
 def add_runners(model: nn.Module, *, num_microbatches: int) -> None:
-    """Gives a split model `run_train` and `run_eval`, and a pipeline its number of microbatches, where rows divide."""
+    """Adds `run_train` and `run_eval` to a split model, and sets a pipeline's number of microbatches."""
     pipeline = runner_of(find_model(model))
     if pipeline is not None:
         pipeline.num_microbatches = num_microbatches
@@ -145,7 +147,7 @@ def add_runners(model: nn.Module, *, num_microbatches: int) -> None:
 
 
 def _named_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call; one dictionary of inputs is taken apart."""
+    """Arguments of a call; one dictionary of inputs becomes keyword arguments."""
     if len(args) == 1 and isinstance(args[0], Mapping) and not kwargs:
         return (), dict(args[0])
     return args, dict(kwargs)

@@ -1,4 +1,4 @@
-"""What is accepted and changes nothing here: said once."""
+"""Warns once about arguments that are accepted and have no effect."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__ = ["CompatWarning", "warn_idle"]
 
 
 class CompatWarning(UserWarning):
-    """An argument that is accepted because scripts pass it, and that changes nothing."""
+    """Warning about an argument that is accepted because scripts pass it, and has no effect."""
 
 
 def warn_idle(function: str, why: str, **given: object) -> None:
-    """Warns once about the arguments that are given (truthy) and change nothing."""
+    """Warns once about the given (truthy) arguments, which have no effect."""
     names = sorted(name for name, value in given.items() if value)
     if names:
         _warn(f"{function}: {', '.join(names)} change nothing: {why}")

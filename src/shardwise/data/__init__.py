@@ -1,1 +1,1 @@
-"""What training reads: from text and records to rows of tokens, and to each rank's batches."""
+"""Training data: from text and records to rows of tokens, and to each rank's batches."""

@@ -1,4 +1,4 @@
-"""The next batch, on its way to the device while the device computes with the one before."""
+"""Prefetching: copies the next batch to the device while the device computes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["DeviceBatch", "PrefetchLoader", "send"]
 
 
 class DeviceBatch(dict[str, Any]):
-    """A batch as the host has it, where its targets are counted.
+    """A batch on the host, where targets are counted, and its copy on the device.
 
     Args:
         batch: on the host.
-        sent: the same on the device.
-        arrived: what the device waits for before it uses them; None where they were sent in order.
+        sent: the copy on the device.
+        arrived: event for which the device waits before it uses the copy; None if it was sent on the same stream.
     """
 
     def __init__(self, batch: Mapping[str, Any], sent: dict[str, Any], arrived: torch.cuda.Event | None) -> None:
@@ -27,7 +27,7 @@ class DeviceBatch(dict[str, Any]):
         self._sent, self._arrived = sent, arrived
 
     def take(self) -> dict[str, Any]:
-        """What was sent, for the device's current stream."""
+        """The device copy, ready for the device's current stream."""
         if self._arrived is not None:
             stream = torch.cuda.current_stream()
             stream.wait_event(self._arrived)
@@ -38,10 +38,10 @@ class DeviceBatch(dict[str, Any]):
 
 
 class PrefetchLoader:
-    """A stream of batches for a device that computes by itself; on CPUs the stream as it is.
+    """Iterator that prefetches batches to an asynchronous device; on CPUs it passes them through.
 
-    Between steps `fetch` reads the next batch, and has it copied out of pinned memory beside what the device computes.
-    What a batch raises is raised when its turn has come, and `state_dict` counts the batches that were handed out.
+    Between steps `fetch` reads the next batch and starts its copy from pinned memory. An error in a batch is raised
+    when the batch is due. `state_dict` counts the batches that were returned.
     """
 
     def __init__(self, batches: PackedBatches, device: torch.device) -> None:
@@ -62,7 +62,7 @@ class PrefetchLoader:
         return found
 
     def fetch(self) -> None:
-        """Reads the next batch and sends it; waits for nothing."""
+        """Reads the next batch and starts to send it, without waiting."""
         if self._stream is None or self._next is not None:
             return
         state = self._batches.state_dict()
@@ -81,12 +81,12 @@ class PrefetchLoader:
             self._next, self._state = DeviceBatch(batch, sent, arrived), state
 
     def state_dict(self) -> dict[str, int]:
-        """Where the stream stands, without what has only been fetched."""
+        """Position of the stream, without prefetched batches."""
         return self._state if self._next is not None else self._batches.state_dict()
 
 
 def send(value: Any, device: torch.device) -> Any:
-    """A tensor on `device`, to which it comes without the host waiting; anything else as it is."""
+    """`value` on `device` if it is a tensor, without blocking the host; else `value`."""
     if not isinstance(value, Tensor):
         return value
     if device.type == "cuda" and value.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Batches: what a step may be fed, how rows are divided, what counts as a target."""
+"""Batches of a training step: checks, division of rows, and counts of targets."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _SHARED = ("position_ids", "cache_position")
 
 
 def check_batch(model: nn.Module, batch: Mapping[str, Any], num_microbatches: int) -> int:
-    """The number of rows; raises where the batch cannot be trained on."""
+    """Number of rows of `batch`; raises if it cannot be trained on."""
     if not isinstance(batch, Mapping):
         raise BatchError(
             f"a batch cannot be a {type(batch).__name__}",
@@ -90,7 +90,7 @@ def check_batch(model: nn.Module, batch: Mapping[str, Any], num_microbatches: in
 
 
 def check_rows(num_rows: int, num_microbatches: int) -> None:
-    """Raises `BatchError` where rows do not divide into microbatches."""
+    """Raises `BatchError` if rows do not divide into microbatches."""
     if num_rows == 0 or num_rows % num_microbatches:
         raise BatchError(
             f"cannot divide {counted(num_rows, 'row')} into {counted(num_microbatches, 'microbatch')}",
@@ -107,23 +107,24 @@ def target_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def _inputs_per_row(model: nn.Module) -> int:
-    """Rows of inputs for each row of labels: models of audio codes take one for each of their codebooks."""
+    """Number of input rows per row of labels: models of audio codes take one per codebook."""
     config = getattr(model, "config", None)
     return getattr(getattr(config, "decoder", None) or config, "num_codebooks", None) or 1
 
 
 def _has_sections(name: str, value: Tensor, num_rows: int) -> bool:
-    """Whether a tensor has positions of time, height and width: [3, rows or 1, tokens]."""
+    """Whether a tensor holds positions of time, height and width: [3, rows or 1, tokens]."""
     return name == "position_ids" and value.ndim == 3 and value.shape[1] in (1, num_rows)
 
 
 def split_rows(batch: Mapping[str, Any], rows: int, count: int, runs: Runs | None = None) -> list[dict[str, Any]]:
-    """Divides a batch into equal runs of rows, also tensors in lists, tuples and transformers' outputs. A tensor with
-    several rows for each row of labels is divided with them; one row for all is shared.
+    """Divides a batch into equal runs of rows, also tensors in lists, tuples and transformers' outputs.
+
+    A tensor with several rows per row of labels is divided with them. A tensor with one row is shared.
 
     Args:
-        runs: of the tensors that are divided otherwise, as `divide_media` gives them; a part with none of one's rows
-            does not get the tensor.
+        runs: tensors that are divided otherwise (see `divide_media`). A part none of whose rows has the tensor does not
+            get it.
     """
     runs = runs or {}
 
@@ -154,11 +155,13 @@ def split_rows(batch: Mapping[str, Any], rows: int, count: int, runs: Runs | Non
 
 
 def count_targets(model: nn.Module, batch: Mapping[str, Any], *, stays: bool = False) -> Any:
-    """What the model's loss is a mean over: labels that are not ignored, without the first of each row where it shifts
-    them; rows, where there are no labels to count.
+    """Number of targets over which the model's loss is a mean.
+
+    Counts labels that are not ignored, without the first of each row if the loss shifts labels; rows, if there are no
+    labels to count.
 
     Args:
-        stays: whether what was counted on a device comes as an int64 scalar there, for which nobody waits.
+        stays: return a device count as an int64 scalar tensor on the device, without waiting for it.
     """
     count = targets_of(model, batch)
     assert count is not None, "check_batch has passed"
@@ -174,7 +177,7 @@ def _is_on_host(value: Tensor) -> bool:
 
 
 def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> int | Tensor | None:
-    """As `count_targets`, on the labels' device; None where the batch has no targets."""
+    """`count_targets` on the labels' device; None if the batch has no targets."""
     labels = batch.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point() or _counts_rows(find_model(model)):
         targets = {name: batch[name] for name in target_names(model) if isinstance(batch.get(name), Tensor)}
@@ -190,7 +193,7 @@ def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> int | Tensor | Non
 
 
 def _counts_rows(model: Any) -> bool:
-    """Whether the loss is a mean over rows: of CTC, or of labels that are numbers, as transformers' losses find out."""
+    """Whether the loss is a mean over rows: CTC, or floating-point labels, decided like transformers' losses do."""
     config = getattr(model, "config", None)
     if getattr(model, "loss_type", None) == "ForCTC":
         return True
@@ -201,9 +204,9 @@ def _counts_rows(model: Any) -> bool:
 
 
 def find_uneven_targets(model: nn.Module, batch: Mapping[str, Any]) -> str | None:
-    """Names several arguments of which the batch holds other numbers of targets; None where there are as many of each.
+    """Names arguments of the batch with different numbers of targets; None if all numbers are equal.
 
-    A microbatch has one weight, by one number of targets.
+    A microbatch has one weight, computed from one number of targets.
     """
     names = [name for name in target_names(model) if isinstance(batch.get(name), Tensor) and batch[name].ndim]
     if not names[1:]:
@@ -213,15 +216,15 @@ def find_uneven_targets(model: nn.Module, batch: Mapping[str, Any]) -> str | Non
 
 
 def check_divides(model: nn.Module, batch: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], size: int) -> None:
-    """Raises where a model, as it is now, computes something else of the parts of a batch than of the batch.
+    """Raises if the model, in its current state, computes something else for the parts of a batch than for the batch.
 
     Args:
-        batch: of this data rank.
+        batch: batch of this data rank.
         parts: its microbatches.
-        size: the number of parts over all data ranks.
+        size: number of parts over all data ranks.
 
     Raises:
-        UnsupportedError: the same on every rank that is given such a batch.
+        UnsupportedError: the same on every rank with such a batch.
     """
     if size == 1:
         return
@@ -257,7 +260,7 @@ def batch_norms(model: nn.Module) -> list[nn.Module]:
 
 
 def refuse_batch_norm(model: nn.Module, size: int, norm: nn.Module) -> None:
-    """Raises `UnsupportedError` where a batch norm is in training mode."""
+    """Raises `UnsupportedError` if the batch norm is in training mode."""
     if norm.training:
         raise UnsupportedError(
             f"a batch in {size} parts, of a {type(model).__name__} with batch norms in training mode",
@@ -271,9 +274,9 @@ class TargetWeights:
     """The microbatches of a batch, each weighted by its share of the full batch's targets.
 
     Attributes:
-        parts: the arguments of each microbatch.
-        counts: the targets of each.
-        total: the targets of the full batch, over all data ranks.
+        parts: arguments of each microbatch.
+        counts: number of targets of each microbatch.
+        total: number of targets of the full batch, over all data ranks.
     """
 
     parts: Sequence[dict[str, Any]]
@@ -289,15 +292,17 @@ class TargetWeights:
         return len(self.parts)
 
     def weight(self, number: int) -> Weight:
-        """What the mean loss of a microbatch is multiplied by: their sum is the mean over the full batch."""
+        """Weight of a microbatch's mean loss. The weighted sum is the mean over the full batch."""
         count, total = self.counts[number], self.total
         if isinstance(total, Tensor):
             return count / total.clamp(min=1)
         return count / total if total else 0.0
 
     def arguments(self, number: int) -> dict[str, Any]:
-        """The arguments of a microbatch. Where one without targets runs all the same, because other ranks wait for its
-        gradients or only the device knows, some are made up, which count nothing: the mean over none is 0/0.
+        """Arguments of a microbatch.
+
+        A microbatch without targets may have to run, because other ranks wait for its gradients or only the device
+        knows the count. It gets made-up targets with weight 0, because the mean over no targets is 0/0.
         """
         part, count = self.parts[number], self.counts[number]
         if isinstance(count, Tensor):
@@ -308,7 +313,7 @@ class TargetWeights:
 
 
 def make_up_targets(batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Targets for a batch that has none, of which the mean would be 0/0; whatever is made up counts nothing."""
+    """Targets for a batch that has none. They avoid a mean of 0/0 and get weight 0."""
     found = {name: batch[name] for name in ("labels", "shift_labels", *_SPANS) if isinstance(batch.get(name), Tensor)}
     return {
         name: value.clamp(max=_length(batch) - 1) if name in _SPANS else value.clamp(min=0)
@@ -318,22 +323,22 @@ def make_up_targets(batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _count_others(name: str, batch: Mapping[str, Any]) -> int | Tensor:
-    """The targets of an argument besides `labels` that the loss does not leave out: of spans those in the sequence, of
-    numbers all rows.
-    """
+    """Targets of an argument other than `labels` that the loss counts: spans inside the sequence, rows of numbers."""
     if batch[name].is_floating_point():
         return batch[name].shape[0]
     return (batch[name] < _length(batch) if name in _SPANS else batch[name] != IGNORED).sum()
 
 
 def _length(batch: Mapping[str, Any]) -> int:
-    """Of the sequences in the batch; any number where it has none."""
+    """Length of the batch's sequences; any number if it has none."""
     tokens = (batch[name] for name in ("input_ids", "inputs_embeds") if isinstance(batch.get(name), Tensor))
     return next((each.shape[1] for each in tokens if each.ndim > 1), sys.maxsize)
 
 
 def flops_of(batch: Mapping[str, Any], work: TokenWork) -> int:
-    """Operations of forward and backward of the tokens of a batch, padding included: [Note: model FLOPs]."""
+    """Floating-point operations of forward and backward for the tokens of a batch, padding included: [Note: model
+    FLOPs].
+    """
     inputs = (batch[name] for name in ("input_ids", "inputs_embeds", "labels") if isinstance(batch.get(name), Tensor))
     shape = next((value.shape[:2] for value in inputs if value.ndim > 1), (0, 0))
     return shape[0] * shape[1] * work.flops(shape[1])

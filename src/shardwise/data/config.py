@@ -1,4 +1,4 @@
-"""What a run reads, as frozen values: the keys `data` and `evaluation` of its file."""
+"""Configuration of a run's data: the keys `data` and `evaluation` of its file."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Format = Literal["text", "prompt", "chat"]
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a configuration.
+    """One error in a configuration.
 
     Attributes:
-        key: the dotted key it is about, such as `optimizer.lr`.
-        fix: what to write instead; empty when `what` says it all.
+        key: dotted key, such as `optimizer.lr`.
+        fix: what to write instead; empty if `what` already says it.
     """
 
     key: str
@@ -37,7 +37,7 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where the text comes from, and how it is cut into rows."""
+    """Source of the text, and how it is cut into rows."""
 
     path: Place | None = None
     """A text or .jsonl file, or a directory of them."""
@@ -80,7 +80,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """Text that is held out, and how often the loss on it is reported."""
+    """Held-out text, and how often the loss on it is reported."""
 
     path: Place | None = None
     """A text or .jsonl file, or a directory of them; null evaluates nothing."""
@@ -100,14 +100,14 @@ def rows_of(data: DataConfig) -> Literal["stream", "packed", "padded"]:
 
 
 def patterns_of(data: DataConfig) -> tuple[str, ...]:
-    """Which files of a directory are read."""
+    """File patterns that select the files of a directory."""
     if data.include is not None:
         return data.include
     return TEXT_PATTERNS if data.format == "text" else RECORD_PATTERNS
 
 
 def held_out(data: DataConfig, evaluation: EvaluationConfig) -> DataConfig:
-    """What is read for evaluation: as `data` is, but from its own path and in its own format."""
+    """The `DataConfig` for evaluation: `data` with the evaluation's path and format."""
     chosen = evaluation.format or data.format
     rows = "auto" if data.rows == "stream" and chosen != "text" else data.rows
     as_chat = data.as_chat and chosen == "prompt"
@@ -128,7 +128,7 @@ _MEANT_FOR = {
 
 
 def check_data(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[Problem]:
-    """Everything wrong with them that their values show."""
+    """Yields every error that the values show."""
     if (data.path is None) == (data.dataset is None):
         given = "neither is given" if data.path is None else "both are given"
         yield Problem("data", f"takes either path (files) or dataset (the datasets library); {given}")

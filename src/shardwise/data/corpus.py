@@ -1,4 +1,4 @@
-"""Text for training: files and data sets, found and read piece by piece."""
+"""Text for training: finds files and data sets, and reads them piece by piece."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, kw_only=True)
 class DataSource(Generic[Item]):
-    """Items in a fixed order: of text the runs of every document that is not empty, each document followed by None.
+    """Items in a fixed order. For text: the pieces of every non-empty document, each document followed by None.
 
     Attributes:
-        fingerprint: a digest that changes when they do.
-        size: how much there is to read, in the source's own unit: what progress is a share of.
-        read: gives every item, and tells its argument how much of `size` has been read.
+        fingerprint: digest that changes when the items change.
+        size: amount to read, in the source's own unit; progress is a share of it.
+        read: yields every item, and calls its argument with the amount read so far.
     """
 
     fingerprint: str
@@ -53,7 +53,7 @@ class Encoder:
 
     Attributes:
         encode: texts -> token ids of each, without special tokens.
-        separator: the token that ends a document.
+        separator: id of the token that ends a document.
         fingerprint: digest of the vocabulary and its rules.
     """
 
@@ -63,7 +63,7 @@ class Encoder:
 
 
 def find_files(path: Path, include: Sequence[str]) -> tuple[Path, ...]:
-    """The files that `path` represents: itself, or those below it that match, sorted, without hidden ones.
+    """Files at `path`: the file itself, or matching files below the directory, sorted, without hidden ones.
 
     Raises:
         LoadError: there is no such path, or no file matches.
@@ -91,10 +91,10 @@ def find_files(path: Path, include: Sequence[str]) -> tuple[Path, ...]:
 
 
 def file_source(files: Sequence[Path], *, text_key: str = "text") -> DataSource[str | None]:
-    """Text files, one document each, and .jsonl files, one document a line.
+    """Text files, one document each, and .jsonl files, one document per line.
 
-    The fingerprint is made of names, sizes and times, because reading every byte would take minutes where there is much
-    text. A file's ctime moves with every change, also where something sets its modification time back.
+    The fingerprint is made of names, sizes and times, because reading every byte would take minutes for large text. A
+    file's ctime changes even if its modification time is set back.
 
     Raises:
         LoadError: while reading: a file cannot be read or is not UTF-8, or a line of a .jsonl file holds no text.
@@ -110,14 +110,14 @@ def file_source(files: Sequence[Path], *, text_key: str = "text") -> DataSource[
 def read_files(
     files: Sequence[Path], read_file: Callable[[Path], Iterator[Item]]
 ) -> tuple[int, list[tuple[str, int, int, int]], Callable[[Callable[[int], None]], Iterator[Item]]]:
-    """How to read files one after the other.
+    """Prepares to read files one after the other.
 
     Args:
-        files: UTF-8, in this order.
+        files: UTF-8 files, in this order.
 
     Returns:
-        Their size in bytes; name, size and times of each, which change with every change; and a function that gives all
-        items, tells its argument the bytes it has read, and raises `LoadError` where a file cannot be read.
+        Their total size in bytes; name, size and times of each file; and a function that yields all items, calls its
+            argument with the bytes read so far, and raises `LoadError` if a file cannot be read.
     """
     stats = [(str(file.resolve()), file.stat()) for file in files]
 
@@ -153,11 +153,10 @@ def _lines(file: Path, text_key: str) -> Iterator[str | None]:
 
 
 def json_lines(file: Path) -> Iterator[tuple[int, Any]]:
-    """The number of every line of a .jsonl file that is not empty, counted from 1, and its value. A byte order mark is
-    left out.
+    """Yields line number (from 1) and value of every non-empty line of a .jsonl file. Ignores a byte order mark.
 
     Raises:
-        LoadError: a line is not JSON; says where.
+        LoadError: a line is not JSON; names the line.
     """
     with file.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
@@ -186,7 +185,7 @@ def dataset_source(rows: Any, *, text_key: str) -> DataSource[str | None]:
 
 
 def text_batches(texts: Iterator[str | None]) -> Iterator[list[str | None]]:
-    """Runs of text, as many together as are given to the tokenizer at once."""
+    """Groups texts into batches for the tokenizer."""
     batch: list[str | None] = []
     num_chars = 0
     for text in texts:
@@ -199,7 +198,7 @@ def text_batches(texts: Iterator[str | None]) -> Iterator[list[str | None]]:
 
 
 def _text_of(document: object, key: str, place: str) -> tuple[str | None, ...]:
-    """The document as runs of text."""
+    """The document as pieces of text."""
     if not isinstance(document, Mapping):
         raise LoadError(
             f"expected an object with the key {key!r}, found {type(document).__name__}",
@@ -220,5 +219,5 @@ def _text_of(document: object, key: str, place: str) -> tuple[str | None, ...]:
 
 
 def digest(*parts: object) -> str:
-    """A short digest of `parts`."""
+    """Short digest of `parts`."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]

@@ -1,10 +1,10 @@
-"""Documents as one file: their tokens, which of these are targets, and where each one ends.
+"""A file of documents: their tokens, which tokens are targets, and where each document ends.
 
 # [Note: the file of documents]
-Little-endian throughout: the tokens of all documents (uint32, whose highest bit marks a target), one entry a document
-(where it ends, uint64; its first target, uint32), and a trailer: mark, version, numbers of both, CRC-32 of what stands
-before. It depends neither on the length of rows nor on how they are made, so that one file serves all of them. The file
-is a cache: its name is a digest of everything that decides its content.
+Little-endian. The tokens of all documents (uint32; the highest bit marks a target), one entry per document (its end,
+uint64; its first target, uint32), and a trailer: magic number, version, both counts, CRC-32 of everything before. The
+file depends neither on the row length nor on the kind of rows, so one file serves all of them. It is a cache: its name
+is a digest of everything that determines its content.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Document:
 
     Attributes:
         tokens: [num_tokens] ids.
-        is_target: [num_tokens] bool: whether a token is learned. The first one has nothing to be predicted from, and is
-            none.
-        ends: whether no further piece of the document follows.
+        is_target: [num_tokens] bool: whether the model learns to predict the token. False for the first token, which
+            has no context.
+        ends: whether the document ends with this piece.
     """
 
     tokens: NDArray[np.uint32]
@@ -53,12 +53,12 @@ class Document:
 
 @dataclass(frozen=True)
 class Documents:
-    """What a file of documents holds.
+    """Content of a file of documents.
 
     Attributes:
         tokens: [num_tokens] uint32, a read-only memory map; `TARGET` marks targets.
-        ends: [num_documents] where each document ends.
-        first_targets: [num_documents] the place of its first target in each document.
+        ends: [num_documents] end of each document.
+        first_targets: [num_documents] index of the first target inside each document.
     """
 
     tokens: NDArray[np.uint32]
@@ -73,14 +73,17 @@ class Documents:
 
 
 def documents_path(directory: Path, *parts: object) -> Path:
-    """Where the documents are kept of which `parts` decide everything."""
+    """Path of the cached documents, which are determined by `parts`."""
     return directory / f"{digest('documents', VERSION, *parts)}.documents"
 
 
 def text_documents(
     source: DataSource[str | None], encoder: Encoder, on_progress: Callable[[int], None] = lambda done: None
 ) -> Iterator[Document]:
-    """A document of each text, in pieces: all of its tokens and the separator, every one but the first a target."""
+    """Converts texts to documents, in pieces: all tokens and the separator.
+
+    Every token except the first is a target.
+    """
     is_empty = True
     for texts in text_batches(source.read(on_progress)):
         written = [text for text in texts if text is not None]
@@ -93,7 +96,7 @@ def text_documents(
 
 
 def write_documents(path: Path, documents: Iterable[Document]) -> None:
-    """Writes `documents` to `path`. The file appears when it is complete. A document without a target is an error.
+    """Writes `documents` to `path` atomically. A document without a target is an error.
 
     Raises:
         LoadError: there are no documents, or `path` cannot be written. Errors of reading `documents` propagate.
@@ -128,13 +131,13 @@ def write_documents(path: Path, documents: Iterable[Document]) -> None:
 
 
 def read_documents(path: Path, *, verify: bool = False) -> Documents:
-    """The documents in `path`; their tokens stay in the file.
+    """Opens the documents in `path`; their tokens stay in the file.
 
     Args:
-        verify: also read all of it, and compare the checksum.
+        verify: also read the whole file and compare the checksum.
 
     Raises:
-        LoadError: the file is none of documents, of another version, or has been cut or changed.
+        LoadError: the file holds no documents, has another version, or was truncated or changed.
     """
     fix = "remove it: it is made again"
     with disk_errors(f"cannot read the tokens in {path}"), path.open("rb") as file:

@@ -1,11 +1,11 @@
-"""From records to documents of which the responses are learned: prompts with responses, and conversations.
+"""Converts records to documents whose responses are learned: prompts with responses, and conversations.
 
 # [Note: what a conversation teaches]
-A chat template writes a conversation as one text. Where it marks what the assistant says (`{% generation %}`),
-transformers tells which tokens that is. Where it does not, the conversation is written three times for every message of
-the assistant: in full, up to that message with the words that ask for it (`add_generation_prompt`), and up to its end.
-If both of the latter are beginnings of the first, what is between them is the message, with what ends it. A template
-that writes a message otherwise once others follow it can be used in neither way.
+A chat template writes a conversation as one text. If the template marks the assistant's messages (`{% generation %}`),
+transformers reports their tokens. Otherwise the conversation is written three times per assistant message: in full, up
+to the message with the prompt for it (`add_generation_prompt`), and up to the message's end. If the latter two are
+prefixes of the first, the text between them is the message and its end token. Templates that rewrite a message once
+others follow are not supported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleEncoder:
-    """What makes documents of records."""
+    """Function that converts records to documents."""
 
     encode: Callable[[Sequence[Record]], list[Document]]
     fingerprint: str
@@ -44,15 +44,15 @@ def build_example_encoder(
     keys: Mapping[str, str],
     as_chat: bool = False,
 ) -> ExampleEncoder:
-    """How `tokenizer` makes documents of records.
+    """Builds the `ExampleEncoder` of a tokenizer.
 
     Args:
         tokenizer: a transformers tokenizer with an end token.
-        keys: of "prompt" and "response", or "messages" and "tools", what they are called in a record.
+        keys: names of "prompt" and "response", or "messages" and "tools", in a record.
         as_chat: whether a prompt and its response are messages, written by the chat template.
 
     Raises:
-        ConfigError: a template is needed, and the tokenizer has none, or is none of the fast ones.
+        ConfigError: a template is needed and the tokenizer has none, or the tokenizer is not a fast one.
     """
     uses_template = kind == "chat" or as_chat
     if not uses_template:
@@ -82,14 +82,14 @@ def build_example_encoder(
 
 
 def encode_examples(records: Iterable[Record], encoder: ExampleEncoder) -> Iterator[Document]:
-    """A document of each record."""
+    """Yields one document per record."""
     several = iter(records)
     while batch := list(itertools.islice(several, _BATCH)):
         yield from encoder.encode(batch)
 
 
 class _PlainPrompts:
-    """Prompt and response one after the other, encoded apart, as the prompt will be where the model answers it."""
+    """Prompt and response, tokenized separately like at inference, where only the prompt is known."""
 
     def __init__(self, tokenizer: Any, keys: Mapping[str, str]) -> None:
         self._tokenizer, self._keys = tokenizer, keys
@@ -97,7 +97,7 @@ class _PlainPrompts:
         self.before = list(first) if first == [tokenizer.bos_token_id] else []
 
     def encode(self, records: Sequence[Record]) -> list[Document]:
-        """Documents: what the tokenizer begins a text with, the prompt, and as targets the response and the end."""
+        """Documents: the tokenizer's start tokens, the prompt, and as targets the response and the end token."""
         prompts = [_text(record, self._keys["prompt"], self._keys) for record in records]
         responses = [_text(record, self._keys["response"], self._keys, may_be_empty=False) for record in records]
         found = []
@@ -122,7 +122,7 @@ class _Conversations:
         self._tokenizer, self._keys, self._of_prompts = tokenizer, keys, of_prompts
 
     def encode(self, record: Record) -> Document:
-        """The conversation as a document, what the assistant says as targets."""
+        """The conversation as a document; the assistant's messages are targets."""
         messages, tools = self._messages(record), record.values.get(self._keys.get("tools", ""))
         try:
             found = self._written(messages, tools or None)
@@ -164,7 +164,7 @@ class _Conversations:
         return Document(np.array(encoded["input_ids"], np.uint32), np.array(is_target, np.bool_))
 
     def _span(self, full: str, messages: Sequence[Mapping[str, Any]], place: int, tools: Any) -> tuple[int, int]:
-        """Where in `full` the letters of the message at `place` stand."""
+        """Character span in `full` of the message with index `place`."""
         before = self._text(messages[:place], tools, asks=True) if place else ""
         until = self._text(messages[: place + 1], tools)
         if not (full.startswith(until) and until.startswith(before)):
@@ -185,7 +185,7 @@ class _Conversations:
 
 
 def _check_messages(messages: Any, place: str) -> None:
-    """Raises where `messages` is no conversation with something to learn."""
+    """Raises if `messages` is no conversation with an assistant message."""
     looks = 'it looks like [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise LoadError(f"expected a list of messages, found {messages!r:.40}", at=place, fix=looks)

@@ -1,4 +1,4 @@
-"""Images, videos and sound of a batch: which of them belong to which of its rows."""
+"""Images, videos and sound of a batch: assigns them to the batch's rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WORDS = {"video": ("video",), "image": ("image", "pixel"), "audio": ("audio", "
 
 
 def is_medium(name: str) -> bool:
-    """Whether an input of that name holds images, videos or sound, or says something about each of them."""
+    """Whether an input of that name holds images, videos or sound, or describes each of them."""
     return _medium_of(name) is not None
 
 
@@ -29,18 +29,18 @@ def _medium_of(name: str) -> str | None:
 
 
 def divide_media(model: nn.Module, batch: Mapping[str, Any], num_rows: int, num_parts: int) -> Runs:
-    """Divides the images, videos and sound of a batch as its rows are divided, by the placeholders in `input_ids`.
+    """Divides the images, videos and sound of a batch like its rows, by the placeholders in `input_ids`.
 
     Args:
         batch: `input_ids` [rows, tokens]; tensors [images, …] such as `image_grid_thw`, or [patches of all images, …].
         num_rows: rows of the batch.
-        num_parts: equal runs of rows.
+        num_parts: number of equal runs of rows.
 
     Returns:
-        The runs of these tensors. Those without placeholders, as many as rows, belong to one row each and have none.
+        The runs of these tensors. Tensors without placeholders and with one item per row are not included.
 
     Raises:
-        BatchError: nothing tells which image belongs to which row.
+        BatchError: it cannot be determined which image belongs to which row.
     """
     if num_parts == 1:
         return {}
@@ -92,7 +92,7 @@ def _slices(ends: list[int]) -> list[slice]:
 
 
 def _token_of(model: nn.Module, medium: str) -> int | None:
-    """The id of the token that stands for a piece of it."""
+    """Id of the placeholder token of a medium."""
     config = getattr(find_model(model), "config", None)
     found = (getattr(config, f"{medium}_token_{end}", None) for end in ("id", "index"))
     return next((token for token in found if isinstance(token, int)), None)

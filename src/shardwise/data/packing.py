@@ -1,4 +1,4 @@
-"""Batches of rows for every data-parallel rank, in an order that depends on the seed alone."""
+"""Batches of rows for every data rank, in an order that depends only on the seed."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["PackedBatches"]
 
 
 class PackedBatches:
-    """An endless stream of batches of rows; each data-parallel rank gets its share of every global batch.
+    """Endless stream of batches of rows; each data rank gets its share of every global batch.
 
-    Each pass over the rows shuffles them again, from the seed and the number of the pass. Global batch `i` holds rows
-    `i * batch_size` to `(i + 1) * batch_size` of that order, whatever `data_size` is, and the rank at `data_rank` takes
-    a contiguous share of it. So ranks that differ only in tp or pp read the same rows, and a run on another layout, or
-    a resumed one, sees the same batches.
+    Each epoch shuffles the rows by the seed and the number of the epoch. Global batch `i` holds rows `i * batch_size`
+    to `(i + 1) * batch_size` of that order, whatever `data_size` is, and the rank at `data_rank` takes a contiguous
+    share. So ranks that differ only in tp or pp read the same rows, and a resumed run, or one on another layout, sees
+    the same batches.
 
     Args:
         batch_size: rows in a global batch.
-        data_rank: which share this rank takes (`mesh.data_rank`).
+        data_rank: index of this rank's share (`mesh.data_rank`).
 
     Raises:
-        ConfigError: `batch_size` does not divide among `data_size` ranks, or `data_rank` is not one of them.
+        ConfigError: `batch_size` is not divisible by `data_size`, or `data_rank` is out of range.
     """
 
     def __init__(self, rows: Rows, *, batch_size: int, data_rank: int = 0, data_size: int = 1, seed: int = 0) -> None:
@@ -50,21 +50,21 @@ class PackedBatches:
             yield next(self)
 
     def __next__(self) -> dict[str, torch.Tensor]:
-        """The next batch: `input_ids`, `labels` and what else the rows give, `batch_size / data_size` rows of each."""
+        """The next batch: `input_ids`, `labels` and other inputs of the rows, `batch_size / data_size` rows each."""
         first = self.num_batches_read * self.batch_size
         batch = [self._row(place) for place in range(first, first + self.batch_size)]
         self.num_batches_read += 1
         return self.rows.read(batch[self._share], batch=batch)
 
     def state_dict(self) -> dict[str, int]:
-        """Where the stream stands, the same on every rank."""
+        """Position of the stream, the same on every rank."""
         return {"num_batches_read": self.num_batches_read, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue where `state` was taken; `data_size` may differ.
+        """Continues where `state` was taken; `data_size` may differ.
 
         Raises:
-            ConfigError: the state was taken over other rows or with another seed, so its place means nothing here.
+            ConfigError: the state belongs to other rows or another seed.
         """
         here = self._identity()
         changed = [
@@ -82,7 +82,7 @@ class PackedBatches:
         return {**self.rows.identity(), "batch_size": self.batch_size, "seed": self.seed}
 
     def _row(self, place: int) -> int:
-        """The row at `place` of the endless order."""
+        """The row at position `place` of the endless order."""
         epoch, offset = divmod(place, self.num_rows)
         if self._order[0] != epoch:
             self._order = (epoch, np.random.default_rng([self.seed, epoch]).permutation(self.num_rows))

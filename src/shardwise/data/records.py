@@ -1,4 +1,4 @@
-"""Records of fine-tuning data: objects with keys, out of .jsonl files or a data set, each with its place."""
+"""Records of fine-tuning data: objects from .jsonl files or a data set."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["Record", "dataset_records", "file_records"]
 
 @dataclass(frozen=True)
 class Record:
-    """One of them.
+    """One record.
 
     Attributes:
-        place: where it stands: file and line, or the row of a data set.
+        place: file and line, or the row of a data set, for messages.
     """
 
     place: str
@@ -26,10 +26,11 @@ class Record:
 
 
 def file_records(files: Sequence[Path]) -> DataSource[Record]:
-    """The lines of .jsonl files, one object each; empty lines are left out, as is a byte order mark.
+    """The lines of .jsonl files, one object each. Ignores empty lines and a byte order mark.
 
     Raises:
-        LoadError: a file is none; while reading: one cannot be read or is not UTF-8, or a line holds no object.
+        LoadError: there are no .jsonl files; while reading: a file cannot be read or is not UTF-8, or a line holds no
+            object.
     """
     for file in files:
         if file.suffix != ".jsonl":

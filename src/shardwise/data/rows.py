@@ -1,11 +1,11 @@
-"""Rows of tokens: a stream that is cut, or documents that keep to themselves, padded or packed.
+"""Rows of tokens: a stream that is cut, or separate documents, padded or packed.
 
 # [Note: packed rows]
-Several documents share a row, one after the other, and none may see another. Positions restart at 0 in each, from
-which transformers' models make the mask (`masking_utils.find_packed_sequence_indices`: where no attention mask is given
-and no cache is kept); models that need a mask besides are given one of four dims. What is left of a row is filled with
-padding, which is one more document without targets. The first token of a document is no target: what stands before it
-is another's. Whether a model keeps documents apart is tried (`probe/documents.py`), not known by its name.
+Several documents share a row and must not attend to each other. Positions restart at 0 in each document, from which
+transformers' models make the mask (`masking_utils.find_packed_sequence_indices`, without attention mask and cache).
+Models that also need a mask get one of four dims. The rest of a row is padding, one more document without targets. The
+first token of a document is no target, because the token before it belongs to another document. `probe/documents.py`
+tests whether a model keeps documents apart.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _WIDTH_STEP = 64
 
 
 class _Rows:
-    """What tells rows from others.
+    """Base class of rows.
 
     Attributes:
-        kind: what must be the same when a run goes on, besides the tokens.
+        kind: text that must be equal, besides the tokens, when a run is resumed.
     """
 
     documents: Documents
@@ -48,7 +48,7 @@ class _Rows:
     kind = ""
 
     def identity(self) -> dict[str, int]:
-        """Numbers, length, and the checksum of the documents."""
+        """Counts, row length, and the checksum of the documents."""
         numbers = {"num_rows": self.num_rows} if self.kind else {}
         return {
             "num_tokens": self.num_tokens,
@@ -58,17 +58,17 @@ class _Rows:
         }
 
     def describe(self) -> dict[str, Any]:
-        """The checksum, and how the rows are made."""
+        """The checksum, and the kind of rows."""
         return {"tokens": f"{self.documents.checksum:08x}", **({"rows": self.kind} if self.kind else {})}
 
     def notes(self) -> str:
-        """What was done to documents, in words."""
+        """Says how many documents were cut or dropped."""
         return ""
 
 
 class StreamRows(_Rows):
-    """Documents one after the other, cut into rows of `seq_length`. Tokens after the last full row are left out. Every
-    token is a target.
+    """Concatenated documents cut into rows of `seq_length`. Tokens after the last full row are dropped. Every token is
+    a target.
 
     Raises:
         BatchError: there are fewer tokens than one row.
@@ -84,21 +84,21 @@ class StreamRows(_Rows):
             )
 
     def read(self, rows: Sequence[int], *, batch: Sequence[int]) -> dict[str, Tensor]:
-        """`input_ids` and `labels`, which equal them: transformers' causal models shift labels."""
+        """`input_ids` and `labels`, which are equal: transformers' causal models shift labels."""
         read = [self.documents.read(row * self.seq_length, self.seq_length)[0] for row in rows]
         input_ids = torch.from_numpy(np.stack(read))
         return {"input_ids": input_ids, "labels": input_ids.clone()}
 
 
 class DocumentRows(_Rows):
-    """Rows of documents of which none sees another; see [Note: packed rows].
+    """Rows of documents that do not attend to each other; see [Note: packed rows].
 
     Args:
-        seq_length: most tokens in a row.
-        too_long: what happens to longer documents: "truncate" cuts their end off, "drop" leaves them out. One that has
-            no target left is left out.
-        padding: the token that fills rows.
-        dtype: of a mask of four dims: what the model computes in.
+        seq_length: maximum number of tokens in a row.
+        too_long: handling of longer documents: "truncate" cuts their end off, "drop" removes them. A document without
+            targets left is removed.
+        padding: id of the padding token.
+        dtype: dtype of a four-dimensional mask: the model's dtype of computation.
 
     Raises:
         BatchError: no document is left.
@@ -136,9 +136,10 @@ class DocumentRows(_Rows):
         self.num_rows = len(self._lengths) if self._packed is None else self._packed.num_rows
 
     def read(self, rows: Sequence[int], *, batch: Sequence[int]) -> dict[str, Tensor]:
-        """`input_ids`, `labels` (-100 where nothing is learned), and what keeps documents apart: `attention_mask` of
-        padding, or `position_ids` and, if that is needed, an `attention_mask` [len(rows), 1, width, width], which is
-        added to scores.
+        """`input_ids`, `labels` (-100 if not learned), and the inputs that keep documents apart.
+
+        These are an `attention_mask` of padding, or `position_ids` and, if the model needs it, an additive
+        `attention_mask` [len(rows), 1, width, width].
         """
         width = self._width(batch) if self._packed is None else self.seq_length
         input_ids = np.full((len(rows), width), self._padding, dtype=np.int64)
@@ -160,7 +161,7 @@ class DocumentRows(_Rows):
         return min(self.seq_length, -(-longest // _WIDTH_STEP) * _WIDTH_STEP)
 
     def notes(self) -> str:
-        """How many documents were cut, or left out."""
+        """Says how many documents were cut or dropped."""
         found = {"truncated": self.num_truncated, "dropped": self.num_dropped}
         return ", ".join(f"{number:,} {what}" for what, number in found.items() if number)
 
@@ -173,11 +174,11 @@ on."""
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Which documents share a row.
+    """Assignment of documents to rows.
 
     Attributes:
-        documents: [num_documents] int32 numbers of documents, those of one row after the other.
-        starts: [num_rows + 1] int64: where each row begins in `documents`, and where the last ends.
+        documents: [num_documents] int32 indices of documents, row by row.
+        starts: [num_rows + 1] int64: start of each row in `documents`, and the end of the last.
     """
 
     documents: NDArray[np.int32]
@@ -189,16 +190,15 @@ class PackedRows:
         return len(self.starts) - 1
 
     def in_row(self, row: int) -> NDArray[np.int32]:
-        """The numbers of the documents in a row, in their order."""
+        """Indices of the documents in a row, in order."""
         return self.documents[self.starts[row] : self.starts[row + 1]]
 
 
 def pack_documents(lengths: NDArray[np.integer[Any]], seq_length: int) -> PackedRows:
-    """Packs documents into rows of at most `seq_length` tokens: the longest first, each into the fullest row that has
-    room for it (best-fit decreasing). The result depends on the lengths alone.
+    """Packs documents into rows of at most `seq_length` tokens by best-fit decreasing.
 
-    Documents of one length are placed together: the fullest row with room for one takes as many as it has room for,
-    then the next row does.
+    Takes the longest document first and puts it into the fullest row with enough room. Documents of equal length are
+    placed together. The result depends only on the lengths.
 
     Args:
         lengths: [num_documents], each from 1 to `seq_length`.
@@ -243,7 +243,7 @@ def pack_documents(lengths: NDArray[np.integer[Any]], seq_length: int) -> Packed
 def segment_inputs(
     lengths: Sequence[Sequence[int]], width: int, *, apart: DocumentMasking, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """The inputs that keep documents of these `lengths`, in each row one after the other, apart."""
+    """Inputs that keep documents apart. `lengths`: the documents' lengths in each row."""
     if apart == "padded without mask":
         return {}
     filled = [[*row, *([width - sum(row)] if sum(row) < width else [])] for row in lengths]

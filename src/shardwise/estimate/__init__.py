@@ -1,1 +1,1 @@
-"""What a layout costs, computed without torch: bytes a rank holds, stages that cost alike."""
+"""Cost of a layout, computed without torch: bytes per rank, and stages of equal cost."""

@@ -1,10 +1,10 @@
-"""Where a model is cut into the stages of a pipeline: as the user says, or so that stages cost alike.
+"""Cuts a model into pipeline stages: as the user says, or into stages of equal cost.
 
 # [Note: the cost of a stage]
-A stage costs the parameters that it multiplies with, once for every run of a layer, which is its time for a token; and
-the parameters that it holds, each once, which is its memory and the time of its optimizer. Of experts a token is
-multiplied with those that its router chooses, and all of them are held. So a head costs twice what
-the embedding does, whose rows are looked up. All numbers are integers: every rank finds the same cuts.
+A stage costs the parameters that it multiplies with, once per run of a layer (the time per token), plus the parameters
+that it holds, each once (memory, and the optimizer's time). Of experts, a token is multiplied with those that its
+router chooses, but all are held. So a head costs twice as much as the embedding, whose rows are looked up. All numbers
+are integers, so every rank finds the same cuts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Cost = Callable[[int, int], int]
 
 
 def check_pipeline(pipeline: Pipeline, shape: MeshShape, recompute: Recompute) -> None:
-    """Raises `ConfigError` where the options fit no pipeline of this shape, whatever the model."""
+    """Raises `ConfigError` if the options are invalid for every model on this shape."""
     if shape.pp_size == 1:
         build_schedule(pipeline.schedule, pp_size=1, num_microbatches=2)
         if pipeline.layers is not None or pipeline.num_stages_per_rank not in (None, 1):
@@ -59,10 +59,10 @@ def check_pipeline(pipeline: Pipeline, shape: MeshShape, recompute: Recompute) -
 
 
 def smallest_schedule(pipeline: Pipeline, pp_size: int) -> Schedule:
-    """The schedule with as few microbatches as it takes: which rank holds which stage does not depend on them.
+    """The schedule with its minimum number of microbatches. The assignment of stages to ranks does not depend on it.
 
     Raises:
-        ConfigError: there is no such schedule, or it does not take as many stages as `layers` says.
+        ConfigError: there is no such schedule, or it does not support the number of stages in `layers`.
     """
     number = pipeline.num_stages_per_rank
     if pipeline.layers is not None:
@@ -83,7 +83,7 @@ def smallest_schedule(pipeline: Pipeline, pp_size: int) -> Schedule:
 
 
 def fewest_microbatches(pipeline: Pipeline, shape: MeshShape) -> int:
-    """The fewest microbatches, of at least one a rank of pp, that the schedule takes; 1 without a pipeline."""
+    """The schedule's minimum number of microbatches, at least one per pp rank; 1 without a pipeline."""
     if shape.pp_size == 1:
         return 1
     smallest_schedule(pipeline, shape.pp_size)  # raises where no number would do
@@ -95,10 +95,10 @@ def fewest_microbatches(pipeline: Pipeline, shape: MeshShape) -> int:
 
 
 def schedule_for(pipeline: Pipeline, shape: MeshShape, num_microbatches: int | None = None) -> Schedule:
-    """The schedule by which stages train on so many microbatches, by default the fewest that it takes.
+    """The schedule for this number of microbatches; default: its minimum.
 
     Raises:
-        ConfigError: it does not take them.
+        ConfigError: the schedule does not support the number.
     """
     return build_schedule(
         pipeline.schedule,
@@ -109,9 +109,7 @@ def schedule_for(pipeline: Pipeline, shape: MeshShape, num_microbatches: int | N
 
 
 def check_layers(pipeline: Pipeline, num_segments: int, *, pp_size: int) -> None:
-    """Raises `ConfigError` where a model that runs so many layers has too few for its stages, or `layers` does not fit
-    them.
-    """
+    """Raises `ConfigError` if a model with this many segments has too few for its stages, or `layers` does not fit."""
     num_stages = len(smallest_schedule(pipeline, pp_size).rank_of)
     if num_stages > num_segments:
         raise ConfigError(
@@ -125,10 +123,10 @@ def check_layers(pipeline: Pipeline, num_segments: int, *, pp_size: int) -> None
 
 
 def cut(order: LayerOrder, facts: ModelFacts, pipeline: Pipeline, *, pp_size: int) -> PipelinePlan:
-    """How the model with these facts is cut into stages.
+    """Cuts the model with these facts into stages.
 
     Raises:
-        ConfigError: there are more stages than layers run, or `layers` does not fit them.
+        ConfigError: there are more stages than segments, or `layers` does not fit them.
     """
     rank_of = tuple(smallest_schedule(pipeline, pp_size).rank_of.values())
     num_stages, num_segments = len(rank_of), len(order.calls)
@@ -141,13 +139,14 @@ def cut(order: LayerOrder, facts: ModelFacts, pipeline: Pipeline, *, pp_size: in
 
 
 def balance(cost: Cost, num_segments: int, num_stages: int) -> tuple[int, ...]:
-    """The segments with which stages begin, so that the most expensive stage costs least. Of equal cuts the one with
-    fewest layers in front, where most microbatches are in flight.
+    """First segments of the stages that minimize the cost of the most expensive stage.
+
+    Among equal cuts it takes the one with fewest layers in front, where most microbatches are in flight.
     """
 
     @functools.cache
     def best(start: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """The least cost of the most expensive of `left` stages from segment `start` on, and where they begin."""
+        """The minimal cost of the most expensive of `left` stages from segment `start` on, and their first segments."""
         if left == 1:
             return cost(start, num_segments), (start,)
         cuts = ((end, *best(end, left - 1)) for end in range(start + 1, num_segments - left + 2))
@@ -213,7 +212,7 @@ def experts_of(facts: ModelFacts, module: str, shape: Sequence[int]) -> tuple[in
 
 
 def _given_starts(layers: tuple[int, ...], num_segments: int) -> tuple[int, ...]:
-    """With which segment every stage begins, from the first layers of stages, or from their numbers of layers."""
+    """First segment of every stage, from the first layers or from the numbers of layers."""
     ends = (*layers[1:], num_segments)
     if layers[0] == 0:
         starts, why = layers, f"0 comes first, so these are first layers, ascending, of {num_segments}"

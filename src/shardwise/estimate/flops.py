@@ -1,4 +1,4 @@
-"""Floating-point operations: what a token costs in a model, read off its structure, and what a device does at best."""
+"""Floating-point operations: cost of a token in a model, and peak rates of devices."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ _PEAK_TFLOPS = (
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 operations a second that the maker claims; None for devices that are not listed, and CPUs."""
+    """Dense bfloat16 operations per second by the maker's data sheet; None for unlisted devices and CPUs."""
     return next((tflops * 1e12 for name, tflops in _PEAK_TFLOPS if re.search(rf"\b{name}\b", device_name)), None)
 
 
 def count_work(facts: ModelFacts, trained: Collection[str], windows: Mapping[str, int]) -> TokenWork:
-    """What a token of a model with these facts costs; see [Note: model FLOPs].
+    """Cost of a token of a model with these facts; see [Note: model FLOPs].
 
     Args:
-        trained: names of the parameters that are trained, as the model has them.
-        windows: of the attentions that look no further back, by the names of facts: how many tokens they see.
+        trained: names of the trained parameters in the model.
+        windows: sliding-window sizes in tokens, by the attentions' names in the facts.
     """
     bases = facts.adapters.bases if facts.adapters is not None else {}
     by_base = {bases.get(name, name) for name in trained}
@@ -63,7 +63,7 @@ def count_work(facts: ModelFacts, trained: Collection[str], windows: Mapping[str
 
 
 def _attentions(facts: ModelFacts, windows: Mapping[str, int]) -> Iterator[tuple[int, int | None]]:
-    """Query and value features, and the window, of every innermost module that attends."""
+    """Yields query and value features, and the window, of every innermost attention."""
     with_heads = [name for name, module in facts.modules.items() if module.heads is not None]
     around = {outer for name in with_heads for outer in upwards(parent_of(name))}
     for name in with_heads:
@@ -80,8 +80,9 @@ def _attentions(facts: ModelFacts, windows: Mapping[str, int]) -> Iterator[tuple
 
 
 def _attends(facts: ModelFacts, name: str, heads: Heads, *, query: int, value: int) -> bool:
-    """Whether the matrices of a module with heads have the sizes of an attention's: state space mixers differ.
-    `query` and `value` are features of a head.
+    """Whether the matrices of a module with heads have the sizes of an attention; those of state-space mixers differ.
+
+    `query` and `value` are features per head.
     """
     matrices = []
     for fqn, module, _, shape in facts.parameters():
@@ -105,6 +106,6 @@ def _attends(facts: ModelFacts, name: str, heads: Heads, *, query: int, value: i
 
 
 def _hidden_size(facts: ModelFacts) -> int:
-    """Features of a row of the input embedding; 0 where there is none."""
+    """Features of a row of the input embedding; 0 without one."""
     shape = next(iter(facts.modules[facts.embedding].parameters.values()), ()) if facts.embedding else ()
     return shape[-1] if shape else 0

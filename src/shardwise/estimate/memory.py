@@ -1,4 +1,4 @@
-"""Bytes that a rank holds while it trains, from layouts alone; and what each rank of a pipeline holds, in words."""
+"""Bytes that a rank holds in training, from layouts alone; and descriptions of pipeline ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["ActivationBytes", "StateBytes", "describe_stages", "mib", "schedule_
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """What one rank keeps from step to step, in bytes."""
+    """Bytes that one rank keeps between steps."""
 
     parameters: int
     gradients: int
@@ -28,16 +28,16 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all bytes."""
         return self.parameters + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationBytes:
-    """What one rank keeps besides parameters, gradients and optimizer states at rest.
+    """Bytes that one rank keeps besides stored parameters, gradients and optimizer states.
 
     Attributes:
-        activations: what autograd saved, and what selective recomputation keeps.
+        activations: tensors saved by autograd and kept by selective recomputation.
         gathered: parameters that stay gathered, or cast, until backward.
     """
 
@@ -46,7 +46,7 @@ class ActivationBytes:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all bytes."""
         return self.activations + self.gathered
 
 
@@ -57,12 +57,12 @@ def state_bytes(
     itemsize: int = 4,
     frozen: Iterable[Layout] = (),
 ) -> StateBytes:
-    """The bytes of the rank at `coords` under Adam, which keeps two numbers for each that it trains.
+    """Bytes of the rank at `coords` with Adam, which keeps two states per trained element.
 
     Args:
-        layouts: of every parameter that is trained, tied ones once.
-        itemsize: bytes of an element of parameters, gradients and states.
-        frozen: of the others, which have neither gradients nor states.
+        layouts: layouts of the trained parameters, tied ones once.
+        itemsize: bytes per element of parameters, gradients and states.
+        frozen: layouts of the frozen parameters, which have neither gradients nor states.
     """
 
     def held(given: Iterable[Layout]) -> int:
@@ -78,10 +78,10 @@ def mib(nbytes: int) -> str:
 
 
 def schedule_of(plan: SplitPlan, num_microbatches: int | None = None) -> Schedule:
-    """The schedule by which a decided model's stages train on so many microbatches, by default the fewest it takes.
+    """The schedule of a decided model's stages for this number of microbatches; default: its minimum.
 
     Raises:
-        ConfigError: it does not take them.
+        ConfigError: the schedule does not support the number.
     """
     assert plan.pipeline is not None
     number = plan.pipeline.num_stages // plan.shape.pp_size
@@ -97,12 +97,12 @@ def describe_stages(
     frozen: Collection[str] = (),
     activations: Mapping[int, int] | None = None,
 ) -> tuple[str, ...]:
-    """The stages in words, a line for each rank of pp.
+    """Descriptions of the stages, one line per pp rank.
 
     Args:
-        frozen: names of the parameters that are not trained.
-        itemsize: bytes of an element of parameters, gradients and AdamW's states.
-        activations: of each stage, the bytes that a microbatch keeps between its forward and its backward.
+        frozen: names of the frozen parameters.
+        itemsize: bytes per element of parameters, gradients and AdamW's states.
+        activations: for each stage, the bytes that a microbatch keeps between forward and backward.
     """
     assert plan.pipeline is not None
     waits = timeline(schedule).bubble

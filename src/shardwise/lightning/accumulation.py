@@ -1,11 +1,11 @@
-"""Gradients of several batches as one step's: every batch weighs by its targets, and ranks sum once, at the end.
+"""Gradients of several batches in one step: every batch counts by its targets, and ranks reduce once, at the end.
 
 # [Note: weights known later]
-Lightning divides the loss of every batch of a window by the number of batches, so all weigh the same, and a window
-that the end of an epoch cuts short weighs less. As `TrainStep` has it, a step's loss is the mean over all of its
-targets. How many the window has is known at its end; so every batch is weighted relative to the window's first one, and
-what has been accumulated is multiplied by one number before the step. Where all batches have as many targets, both are
-one.
+Lightning divides the loss of every batch of a window by the number of batches, so all have the same weight, and a
+window cut short by the end of an epoch counts less. In `TrainStep` a step's loss is the mean over all of its targets.
+The number of targets of a window is known only at its end. So every batch is weighted relative to the window's first
+batch, and the accumulated gradient is multiplied by one factor before the step. If all batches have equally many
+targets, both are 1.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ __all__ = ["Window"]
 
 
 class Window:
-    """The batches whose gradients one step of automatic optimization takes."""
+    """The batches whose gradients one step of automatic optimization uses."""
 
     def __init__(self) -> None:
         self._counts: list[Tensor | None] = []  # targets of each batch, over all data ranks
 
     def weigh(self, loss: Tensor, num_targets: Tensor | None) -> Tensor:
-        """The loss times the batch's weight relative to the window's first.
+        """Multiplies the loss by the batch's weight relative to the window's first batch.
 
         Args:
-            loss: of the next batch, divided by the number of batches.
-            num_targets: of all data ranks' rows; None where the loss is the user's own, and batches weigh the same.
+            loss: loss of the next batch, divided by the number of batches.
+            num_targets: number of targets of all data ranks' rows; None if the user computes the loss, and batches
+                weigh the same.
         """
         self._counts.append(num_targets)
         first = self._counts[0]
@@ -40,11 +41,11 @@ class Window:
         return loss * (num_targets / first.clamp(min=1.0))
 
     def close(self, parameters: Iterable[Tensor], num_batches: int) -> None:
-        """Ends the window: gradients are those of the mean over all of its targets.
+        """Ends the window: scales gradients to the mean over all targets of the window.
 
         Args:
-            parameters: whose gradients they are.
-            num_batches: by which every loss was divided.
+            parameters: parameters whose gradients are scaled.
+            num_batches: divisor of every loss.
         """
         counts = [each for each in self._counts if each is not None]
         if counts and len(counts) == len(self._counts):

@@ -1,7 +1,7 @@
-"""A Trainer's checkpoints in our format: directories that any layout loads, with what Lightning keeps as their `extra`.
+"""A Trainer's checkpoints in our format: directories that any layout loads. Lightning's state is their `extra`.
 
-`trainer.save_checkpoint("runs/step=10.ckpt")` is the checkpoint `step=10.ckpt` of the directory `runs`, which
-`shardwise.load_checkpoint("runs", "step=10.ckpt", model=model)` reads too.
+`trainer.save_checkpoint("runs/step=10.ckpt")` writes the checkpoint `step=10.ckpt` in the directory `runs`.
+`shardwise.load_checkpoint("runs", "step=10.ckpt", model=model)` reads it too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TENSORS = ("state_dict", "optimizer_states")
 
 
 def _place_of(path: Any) -> Path:
-    """Where a checkpoint of that name is: Lightning's tuners begin names with a dot, which our tags may not."""
+    """Path of a checkpoint. Lightning's tuners start names with a dot, which our tags must not have."""
     place = Path(path)
     name = place.name.lstrip(".")
     return place.with_name(name) if name else place
@@ -42,39 +42,39 @@ def _only(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
 
 
 class SavesParts(ParallelStrategy):
-    """The part of `ShardwiseStrategy` that saves and loads."""
+    """Saving and loading, a mixin of `ShardwiseStrategy`."""
 
     mesh: Any
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True: tensors go into split models and their optimizers."""
+        """True: tensors are loaded into split models and their optimizers."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """False: `load_checkpoint` has done so."""
+        """False: `load_checkpoint` restores optimizers."""
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """A place-holder: `save_checkpoint` writes what every rank holds."""
+        """A placeholder: `save_checkpoint` writes each rank's parts."""
         return {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """A place-holder, as above."""
+        """A placeholder: `save_checkpoint` writes each rank's parts."""
         return {}
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:  # noqa: FBT001, FBT002
-        """Nothing: `load_checkpoint` has done so."""
+        """Does nothing: `load_checkpoint` has loaded the model."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes what Lightning has dumped, with the module's tensors and its optimizer's, as a checkpoint directory.
+        """Writes Lightning's state, the module's tensors and its optimizer's as a checkpoint directory.
 
         Raises:
             ConfigError: something in it is neither JSON nor a tensor.
-            UnsupportedError: options of a storage are given, or there are several optimizers.
+            UnsupportedError: storage options are given, or there are several optimizers.
 
-        Communicates: a broadcast of rank 0's state; as `shardwise.save_checkpoint`.
+        Communicates: a broadcast of rank 0's state, and what `shardwise.save_checkpoint` does.
         """
         if storage_options is not None or self._checkpoint_io is not None:
             raise UnsupportedError(
@@ -95,8 +95,9 @@ class SavesParts(ParallelStrategy):
         )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
-        """Loads a checkpoint directory that any layout has written into the module and, where there are any, the
-        optimizers; returns what Lightning kept. Nothing in it is ever run.
+        """Loads a checkpoint directory of any layout into the module and its optimizers; returns Lightning's state.
+
+        No code in it is run.
 
         Raises:
             LoadError: there is none, or it does not fit; the same on every rank.
@@ -118,7 +119,7 @@ class SavesParts(ParallelStrategy):
         return {**extra, "state_dict": {}}
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Deletes a checkpoint directory, on one rank. What a crash leaves of it is none."""
+        """Deletes a checkpoint directory, on one rank. A crash on the way leaves no valid checkpoint."""
         place = _place_of(filepath)
         if not self.is_global_zero:
             return

@@ -1,4 +1,4 @@
-"""Which rows a rank reads: those of its data rank, as many batches on every rank."""
+"""Rows of each rank: ranks of one data rank read the same rows, and all data ranks read equally many batches."""
 
 from __future__ import annotations
 
@@ -21,25 +21,27 @@ __all__ = ["end_together", "seed_workers"]
 
 
 def seed_workers(loader: DataLoader[Any], mesh: Mesh) -> None:
-    """Has the loader's workers, where `seed_everything(workers=True)` asks for it, draw by data rank: ranks that differ
-    in tp or pp alone must read the same.
+    """Seeds the loader's workers by data rank if `seed_everything(workers=True)` asks for seeds: ranks that differ only
+    in tp or pp must read the same.
     """
     if os.environ.get("PL_SEED_WORKERS", "0") != "0" and loader.worker_init_fn is None:
         loader.worker_init_fn = functools.partial(pl_worker_init_function, rank=mesh.data_rank)
 
 
 def end_together(loader: Any, mesh: Mesh, *, predicts: bool) -> Any:
-    """The loader, such that no data rank waits for batches that another does not have: of an `IterableDataset`, which
-    may have other numbers than it says, a copy that ends on all ranks as soon as it ends on one.
+    """Makes sure that no data rank waits for batches that another does not have.
+
+    An `IterableDataset` may have another length than it says, so its loader is replaced by a copy that ends on all
+    ranks as soon as it ends on one.
 
     Args:
-        predicts: whether what is left out is an error.
+        predicts: whether leaving batches out is an error.
 
     Raises:
-        BatchError: the ranks say that they have different numbers of batches; on every rank alike.
+        BatchError: ranks have different numbers of batches; on every rank alike.
 
-    Communicates: over all ranks, one gather of lengths; and with every batch of an `IterableDataset` an all-reduce of
-        one number.
+    Communicates: over all ranks, one gather of lengths; for an `IterableDataset` also one all-reduce of a number per
+    batch.
     """
     group = mesh.group()
     if mesh.data_size == 1 or group is None:
@@ -62,7 +64,7 @@ def end_together(loader: Any, mesh: Mesh, *, predicts: bool) -> Any:
 
 
 class _EndsTogether:
-    """Mixin of a loader of which nobody knows how many batches it has."""
+    """Mixin of a loader whose number of batches is unknown."""
 
     _mesh: Mesh
     _predicts: bool

@@ -1,4 +1,4 @@
-"""What ranks exchange for Lightning: values along the data axes, objects and decisions over all ranks."""
+"""Communication for Lightning: values along the data axes, objects and decisions over all ranks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Exchanges"]
 
 
 class Exchanges(ParallelStrategy):
-    """The part of `ShardwiseStrategy` that communicates when Lightning or a module asks for it."""
+    """Communication that Lightning or a module asks for, a mixin of `ShardwiseStrategy`."""
 
     mesh: Any
     _mesh: Mesh | None
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduces a value, in place, over the data ranks, or `group`.
+        """Reduces a tensor, in place, over the data ranks or `group`.
 
         Args:
             reduce_op: "mean", "sum", "max", "min", "product" or a `ReduceOp`; None is "sum".
@@ -40,10 +40,10 @@ class Exchanges(ParallelStrategy):
         return tensor.copy_(tensor / group.size()) if is_mean else tensor
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:  # noqa: FBT001, FBT002
-        """The tensors of all data ranks, or of `group`, `[ranks, …]`; the tensor itself where there is one.
+        """Tensors of all data ranks, or of `group`, `[ranks, …]`; the tensor itself with one rank.
 
         Args:
-            sync_grads: whether gradients of what was gathered reach the ranks that it came from.
+            sync_grads: whether gradients flow back to the ranks that the parts came from.
 
         Communicates: one all-gather.
         """
@@ -64,7 +64,7 @@ class Exchanges(ParallelStrategy):
         self.reduce_boolean_decision(decision=True)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002, FBT001, FBT002
-        """Whether it is true on all ranks, or on any."""
+        """Whether `decision` is true on all ranks, or on any."""
         if self._mesh is None:
             return bool(decision)
         count = all_reduce_int(int(decision), self._mesh.group(), self._mesh.device)

@@ -1,11 +1,11 @@
-"""One loss for all: what a model's forward returns as its loss is the mean over the targets of all data ranks.
+"""Loss of all ranks: the loss that a model's forward returns is the mean over the targets of all data ranks.
 
 # [Note: one loss for all]
-A rank's own loss is the mean over its own rows. Averaged over ranks with unequal numbers of targets it is another
-number than the unsplit model's, and a rank that logs, monitors or stops by its own is at odds with the others. So hooks
-on the split model replace the loss in its output: its value is the mean over all targets of all data ranks' rows, the
-same on every rank, and its gradient is this rank's share of that mean. Whatever a LightningModule does with it, log it,
-return it, add a term to it, is then right without knowing of ranks.
+A rank's own loss is the mean over its own rows. With unequal numbers of targets, its average over ranks differs from
+the unsplit model's loss, and ranks that log, monitor or stop by their own loss disagree. So hooks on the split model
+replace the loss in its output. The value is the mean over all targets of all data ranks' rows, the same on every rank.
+The gradient is this rank's share of that mean. A LightningModule may log it, return it or add a term to it without
+knowing about ranks.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ _HOOKS = "_shardwise_loss_hooks"
 
 
 class LossHooks:
-    """The hooks on one split model.
+    """Hooks on one split model.
 
     Args:
         model: the root of a split model.
-        registry: what its parameters are.
-        gradients: their state; while a `TrainStep` runs, which weights its microbatches itself, the hooks do nothing.
+        registry: facts about its parameters.
+        gradients: state of its gradients. While a `TrainStep` runs, which weights its microbatches itself, the hooks do
+            nothing.
 
     Attributes:
-        num_targets: over all data ranks, of the forwards with a loss and a graph since `take` was called; None where
-            there was none.
+        num_targets: number of targets over all data ranks, of the forwards with loss and graph since the last `take`;
+            None without any.
     """
 
     def __init__(self, model: nn.Module, registry: Registry, gradients: Gradients) -> None:
@@ -65,14 +66,14 @@ class LossHooks:
         model.__dict__[_HOOKS] = self
 
     def remove(self) -> None:
-        """Takes them away."""
+        """Removes the hooks."""
         self._model.__dict__.pop(_HOOKS, None)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def run_stages(self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """A forward through all stages, which makes its gradients at once: this rank's share is in their weights."""
+        """A forward through all stages, which computes its gradients at once, weighted by this rank's share."""
         args, kwargs = self._count_targets(self._model, args, kwargs) or (args, kwargs)
         if self._count is None:
             return call(*args, **kwargs)
@@ -87,7 +88,7 @@ class LossHooks:
         return self._replace_loss(self._model, args, kwargs, output, is_shared=True) or output
 
     def take(self) -> Tensor | None:
-        """The targets counted since the last call."""
+        """Returns the targets counted since the last call, and resets the count."""
         counted, self.num_targets = self.num_targets, None
         return counted
 
@@ -131,7 +132,7 @@ class LossHooks:
 
 
 class _InStages:
-    """Mixin of a model in stages: hooks on its own forward would run in every stage, once for every microbatch."""
+    """Mixin of a model in stages. Hooks on its own forward would run in every stage, once per microbatch."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self
@@ -143,9 +144,9 @@ class _InStages:
 
 
 class _MeanOverRanks(torch.autograd.Function):
-    """The mean over all ranks' targets of a loss that is a mean over each rank's own, and the number of all targets.
+    """Mean over all ranks' targets of a loss that is a mean over each rank's own; also the number of all targets.
 
-    The gradient is this rank's share times `factor`; all of it where that is None.
+    The gradient is this rank's share times `factor`; the full gradient if `factor` is None.
 
     Forward all-reduces two numbers over the data ranks; backward communicates nothing.
     """

@@ -1,4 +1,4 @@
-"""The models that a LightningModule holds: found, split where they are not, and given one loss for all ranks."""
+"""Models in a LightningModule: finds them, splits them, and gives them one loss for all ranks."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _SPEC = "_shardwise_lightning_spec"
 
 
 def note_spec(model: nn.Module, spec: ParallelSpec) -> None:
-    """Notes with which of a strategy's options a model was split."""
+    """Records the strategy's options with which a model was split."""
     root = registry_of(model).model()
     assert root is not None
     root.__dict__[_SPEC] = spec
 
 
 def check_callbacks(callbacks: Sequence[Any], shape: MeshShape) -> None:
-    """Raises `UnsupportedError` for callbacks of Lightning's that average weights in a copy of the unsplit module."""
+    """Raises `UnsupportedError` for Lightning callbacks that average weights in a copy of the unsplit module."""
     found = [type(each).__name__ for each in callbacks if isinstance(each, StochasticWeightAveraging | WeightAveraging)]
     if found and shape.world_size > 1:
         raise UnsupportedError(
@@ -46,27 +46,27 @@ def check_callbacks(callbacks: Sequence[Any], shape: MeshShape) -> None:
 
 
 class SplitModels:
-    """The split models in a LightningModule while a Trainer runs it.
+    """The split models in a LightningModule during a run.
 
-    Transformers models that nobody has split are split here. Everything else in the module, such as a value head, is
-    moved to the device and made that of rank 0, as under Lightning's own strategies.
+    Transformers models that are not split yet are split here. Everything else in the module, such as a value head, is
+    moved to the device and set to rank 0's values, as in Lightning's own strategies.
 
     Args:
         module: the LightningModule.
-        mesh: of the strategy.
-        spec: its options.
-        trains: whether models with trained parameters are to be in training mode, in which other modules are made:
-            `from_pretrained` and `load` leave them in eval mode.
+        mesh: mesh of the strategy.
+        spec: options of the strategy.
+        trains: whether models with trained parameters should be in training mode; `from_pretrained` and `load` leave
+            them in eval mode.
 
     Attributes:
-        gradients: of the first model, and of all parameters that are in none.
+        gradients: state of the first model's gradients, and of all parameters outside of models.
 
     Raises:
-        ConfigError: the module holds no transformers model, or one that was split without the strategy's options.
-        UnsupportedError: it is to train several, or one that comes after a frozen one.
-        LayoutError: it holds one that is split over another layout.
+        ConfigError: the module holds no transformers model, or one that was split with other options.
+        UnsupportedError: it would train several models, or one that comes after a frozen one.
+        LayoutError: it holds a model that is split over another layout.
 
-    Communicates: as `parallelize` for models that are not split; a broadcast of every parameter and buffer outside.
+    Communicates: like `parallelize` for models that are not split; a broadcast of every parameter and buffer outside.
     """
 
     def __init__(self, module: nn.Module, mesh: Mesh, spec: ParallelSpec, *, trains: bool) -> None:
@@ -108,18 +108,18 @@ class SplitModels:
                 broadcast_(other, group, source=0)
 
     def take_targets(self) -> Tensor | None:
-        """The targets, over all data ranks, of the forwards with a loss since the last call; None without any."""
+        """Number of targets, over all data ranks, of the forwards with a loss since the last call; None without any."""
         counts = [count for hooks in self._hooks if (count := hooks.take()) is not None]
         return torch.stack(counts).sum() if counts else None
 
     def release(self) -> None:
-        """Takes the hooks away."""
+        """Removes the hooks."""
         for hooks in self._hooks:
             hooks.remove()
 
 
 def _outermost(module: nn.Module) -> Iterator[nn.Module]:
-    """Transformers models that are in no other one, PEFT's wrappers included."""
+    """Yields transformers models that are inside of no other one, including PEFT's wrappers."""
     for child in module.children():
         if isinstance(child, PreTrainedModel) or hasattr(child, "peft_config"):
             yield child
@@ -128,15 +128,15 @@ def _outermost(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_training(model: nn.Module) -> bool:
-    """Whether any of it is in training mode; adapters come so, into models that are not."""
+    """Whether any module is in training mode. Adapters are added in training mode, even to models in eval mode."""
     if has_adapters(model):
         return find_model(model).training
     return any(each.training for each in model.modules())
 
 
 def _check_one_trained(module: nn.Module, roots: Sequence[nn.Module]) -> None:
-    """Raises `UnsupportedError` where another model than the first is trained: the gradients' and checkpoints' names
-    are those of the first, and teachers and judges behind it are frozen.
+    """Raises `UnsupportedError` if a model other than the first is trained. Gradients and checkpoints use the first
+    model's names; teachers and judges after it are frozen.
     """
     trained = [root for root in roots if any(entry_of(value) and value.requires_grad for value in root.parameters())]
     names = {id(each): name for name, each in module.named_modules()}

@@ -1,4 +1,4 @@
-"""The precision plugin: clipping by the norm over all ranks, and Lightning's precision flags as a `Precision`."""
+"""Precision plugin: clips by the norm over all ranks, and converts Lightning's precision flags to a `Precision`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _MEANING = {
 
 
 class ShardwisePrecision(LightningPrecision):
-    """Computes in the dtypes of a `Precision`, and clips as on the unsplit model.
+    """Computes in the dtypes of a `Precision`, and clips like on the unsplit model.
 
-    `ShardwiseStrategy` makes one by itself, from its option `precision` or from `Trainer(precision=...)`; as a plugin,
-    `Trainer(plugins=[ShardwisePrecision(Precision(...))])` says the same as the option.
+    `ShardwiseStrategy` creates it from its option `precision` or from `Trainer(precision=...)`.
+    `Trainer(plugins=[ShardwisePrecision(Precision(...))])` is equivalent to the option.
 
     Args:
-        dtypes: of parameters, computation and reduction; None keeps every tensor's own.
+        dtypes: dtypes of parameters, computation and reduction; None keeps every tensor's dtype.
     """
 
     def __init__(self, dtypes: Precision | None = None) -> None:
@@ -39,7 +39,7 @@ class ShardwisePrecision(LightningPrecision):
         self.dtypes = dtypes
 
     def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """Clips the gradients of the optimizer's parameters to a norm, which is that over all ranks.
+        """Clips the gradients of the optimizer's parameters by their norm over all ranks.
 
         Communicates: over all ranks, one all-reduce of one value.
         """
@@ -53,15 +53,15 @@ class ShardwisePrecision(LightningPrecision):
 
 
 def read_precision(plugin: Any, own: Precision | None) -> ShardwisePrecision:
-    """The plugin for what `Trainer(precision=..., plugins=...)` has made of its arguments.
+    """The plugin for the arguments `Trainer(precision=..., plugins=...)`.
 
     Args:
-        plugin: Lightning's.
+        plugin: Lightning's plugin.
         own: the strategy's option.
 
     Raises:
-        UnsupportedError: the plugin is none that Shardwise knows.
-        ConfigError: it says something else than the strategy's option.
+        UnsupportedError: Shardwise does not support the plugin.
+        ConfigError: it contradicts the strategy's option.
     """
     if isinstance(plugin, ShardwisePrecision):
         theirs = plugin.dtypes

@@ -1,4 +1,4 @@
-"""The ranks as Lightning starts them: whether the layout fits, and the mesh over them."""
+"""Ranks that Lightning has started: checks the layout, and opens the mesh."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def check_devices(shape: MeshShape, *, num_devices: int, num_nodes: int) -> None
 
 
 def open_mesh(shape: MeshShape, cluster: Any, device: torch.device, **options: Any) -> Mesh:
-    """The mesh of a job whose ranks meet as a Lightning cluster environment says.
+    """Mesh of a job whose ranks meet through a Lightning cluster environment.
 
     Args:
         cluster: Lightning's `ClusterEnvironment`.
-        options: of `Mesh.open`.
+        options: see `Mesh.open`.
 
-    Communicates: as `Mesh.open`.
+    Communicates: like `Mesh.open`.
     """
     if shape.world_size == 1 or dist.is_initialized():
         mesh = Mesh.open(shape, device=device, **options)

@@ -1,4 +1,4 @@
-"""What is shown and written while a Trainer runs, once: by rank 0, to which the loss of all ranks is known."""
+"""Progress bars and loggers of a run: rank 0 alone shows and writes, with the loss of all ranks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["ShardwiseRichProgressBar", "ShardwiseTQDMProgressBar", "ShardwiseTen
 
 
 class _WithLoss:
-    """Shows, unless the module logs one itself, the loss of the last step, over all data ranks."""
+    """Shows the last step's loss over all data ranks, unless the module logs one itself."""
 
     def get_metrics(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
-        """What stands behind the bar."""
+        """Metrics beside the bar."""
         metrics: dict[str, Any] = super().get_metrics(trainer, pl_module)  # type: ignore[misc]  # of the bar beside this
         loss = getattr(trainer.strategy, "last_loss", None)
         if loss is not None and trainer.training and "loss" not in metrics:
@@ -31,7 +31,7 @@ class ShardwiseRichProgressBar(_WithLoss, RichProgressBar):
 
 
 class ShardwiseTensorBoardLogger(TensorBoardLogger):
-    """Lightning's `TensorBoardLogger`, which rank 0 alone writes.
+    """Lightning's `TensorBoardLogger`, written only by rank 0.
 
-    What a module logs of its model's loss is that of all ranks, in every layout; see docs/lightning.md.
+    A model's loss that a module logs is the loss of all ranks, in every layout; see docs/lightning.md.
     """

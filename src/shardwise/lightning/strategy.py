@@ -1,4 +1,4 @@
-"""`ShardwiseStrategy`: what a Lightning Trainer asks of the ranks of a layout."""
+"""`ShardwiseStrategy`: the interface between a Lightning Trainer and the ranks of a layout."""
 
 from __future__ import annotations
 
@@ -46,23 +46,23 @@ class ShardwiseStrategy(SavesParts, Exchanges):
 
         Trainer(accelerator="cpu", devices=4, strategy=ShardwiseStrategy("fsdp2.tp2")).fit(Model(), loader)
 
-    A transformers model that the module holds and nobody has split is split with these options before the run. See
-    docs/lightning.md for what is Lightning's and what is ours.
+    A transformers model in the module that is not split yet is split with these options before the run.
+    docs/lightning.md describes the division of work with Lightning.
 
     Args:
-        layout: `"fsdp2.tp2"` or a `MeshShape`, of as many ranks as the Trainer has devices.
-        plan, sequence_parallel, fsdp, precision, recompute, compilation, pipeline: as in `shardwise.parallelize`, for
-            `load` below and for models that are not split; `Trainer(precision=...)` may say the precision instead.
-        timeout_seconds: after how long a collective that some rank never joins fails.
-        process_group_backend: as `backend` of `Mesh.open`.
-        options: of Lightning's `ParallelStrategy` (`cluster_environment`, `checkpoint_io`, …).
+        layout: `"fsdp2.tp2"` or a `MeshShape`, with as many ranks as the Trainer has devices.
+        plan, sequence_parallel, fsdp, precision, recompute, compilation, pipeline: see `shardwise.parallelize`; for
+            `load` below and for models that are not split. `Trainer(precision=...)` may replace `precision`.
+        timeout_seconds: timeout of collectives.
+        process_group_backend: `backend` of `Mesh.open`.
+        options: options of Lightning's `ParallelStrategy` (`cluster_environment`, `checkpoint_io`, …).
 
     Attributes:
-        spec: what was asked for besides the layout.
-        last_loss: of the last training step, over all data ranks; None before.
+        spec: the request besides the layout.
+        last_loss: loss of the last training step, over all data ranks; None before the first.
 
     Raises:
-        MeshError: the text is no layout, or the Trainer has another number of devices (from the Trainer).
+        MeshError: the layout is invalid, or the Trainer has another number of devices (raised by the Trainer).
     """
 
     def __init__(  # noqa: PLR0913 - as `load`; LightningCLI reads names and types here
@@ -95,10 +95,10 @@ class ShardwiseStrategy(SavesParts, Exchanges):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the layout, from the module's `setup` and `configure_model` on.
+        """The mesh of the layout, available from the module's `setup` and `configure_model` on.
 
         Raises:
-            MeshError: the ranks have not met yet.
+            MeshError: the process group is not initialized yet.
         """
         if self._mesh is None:
             raise MeshError(
@@ -113,7 +113,7 @@ class ShardwiseStrategy(SavesParts, Exchanges):
 
         Args:
             source: a directory, a hub id or a config.
-            options: of `shardwise.load` besides those of the strategy: `auto_class`, `dtype`, `seed`, …
+            options: options of `shardwise.load` besides those of the strategy: `auto_class`, `dtype`, `seed`, …
         """
         asked, others = ParallelSpec.take(options)
         chosen = {name: getattr(asked if name in options else self.spec, name) for name in vars(self.spec)}
@@ -136,16 +136,16 @@ class ShardwiseStrategy(SavesParts, Exchanges):
 
     @property
     def is_distributed(self) -> bool:
-        """True: rows are chosen by data rank, in every layout alike."""
+        """True: rows are chosen by data rank, in every layout."""
         return True
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Ranks that differ in tp or pp alone read the same rows."""
+        """Sampler arguments by data rank: ranks that differ only in tp or pp read the same rows."""
         return {"num_replicas": self.mesh.data_size, "rank": self.mesh.data_rank}
 
     def set_world_ranks(self) -> None:
-        """Lets Lightning know which rank this is."""
+        """Tells Lightning this process's rank."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -158,9 +158,9 @@ class ShardwiseStrategy(SavesParts, Exchanges):
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
-        """Has the ranks meet, the first time.
+        """Opens the mesh, the first time.
 
-        Communicates: as `Mesh.open`.
+        Communicates: like `Mesh.open`.
         """
         super().setup_environment()
         reset_seed()
@@ -182,9 +182,9 @@ class ShardwiseStrategy(SavesParts, Exchanges):
             self.spec = replace(self.spec, precision=self._precision_plugin.dtypes)
 
     def setup(self, trainer: Any) -> None:
-        """Makes the module ready: its models split, their losses those of all ranks, optimizers over their parts.
+        """Prepares the module: splits its models, hooks their losses, and builds optimizers over their parts.
 
-        Communicates: as `SplitModels`.
+        Communicates: like `SplitModels`.
         """
         assert self.accelerator is not None and self.lightning_module is not None
         check_callbacks(trainer.callbacks, self.shape)
@@ -199,15 +199,15 @@ class ShardwiseStrategy(SavesParts, Exchanges):
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
-        """Nothing: split models are on their device, and `setup` moves the rest of the module."""
+        """Does nothing: split models are on their device, and `setup` moves the rest of the module."""
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Lets loaders draw and end alike where ranks must be alike.
+        """Makes loaders draw and end alike on ranks that must agree.
 
         Raises:
             BatchError: data ranks have different numbers of batches.
 
-        Communicates: as `end_together`.
+        Communicates: like `end_together`.
         """
         if isinstance(dataloader, DataLoader):
             seed_workers(dataloader, self.mesh)
@@ -217,7 +217,9 @@ class ShardwiseStrategy(SavesParts, Exchanges):
         )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's step. Under automatic optimization it must leave gradients alone: they are made afterwards."""
+        """Runs the module's step. With automatic optimization the step must not change gradients, which are computed
+        afterwards.
+        """
         assert self._models is not None
         self.mesh.note_step()
         self._models.take_targets()
@@ -251,7 +253,7 @@ class ShardwiseStrategy(SavesParts, Exchanges):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Inside, sums of gradients over ranks wait for the last batch that is accumulated."""
+        """Context manager: delays the reduction of gradients to the last accumulated batch."""
         assert self._models is not None
         gradients = self._models.gradients
         if gradients.registry.stages is not None:
@@ -266,9 +268,9 @@ class ShardwiseStrategy(SavesParts, Exchanges):
             time_reduction(gradients.registry, is_last=True)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Makes gradients: complete when it returns, but for those that `block_backward_sync` puts off.
+        """Computes gradients, complete when it returns, unless `block_backward_sync` delays their reduction.
 
-        Communicates: what the model's backward does, and the gradient phase.
+        Communicates: like the model's backward, and the gradient phase.
         """
         assert self._models is not None and self.lightning_module is not None
         if optimizer is not None and self.lightning_module.trainer.accumulate_grad_batches > 1:
@@ -284,7 +286,7 @@ class ShardwiseStrategy(SavesParts, Exchanges):
             multiply_gradients(self._stepped(), 1 / scale)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Steps, with gradients that are the mean over all targets of the batches accumulated."""
+        """Steps with gradients of the mean over all targets of the accumulated batches."""
 
         def closed() -> Any:
             result = closure()
@@ -296,23 +298,23 @@ class ShardwiseStrategy(SavesParts, Exchanges):
         return super().optimizer_step(optimizer, closed, model, **kwargs)
 
     def _stepped(self) -> list[Tensor]:
-        """The parameters of all optimizers."""
+        """Parameters of all optimizers."""
         return [each for optimizer in self.optimizers for group in optimizer.param_groups for each in group["params"]]
 
     # The end
 
     def on_exception(self, exception: BaseException) -> None:
-        """Lets the other ranks know, so that nobody waits for this one.
+        """Notifies the other ranks, so that none waits for this one.
 
         Raises:
-            RankError: the exception is a collective's, and another rank is why it failed.
+            RankError: the exception is a collective's, caused by another rank.
         """
         if self._mesh is not None:
             mesh, self._mesh = self._mesh, None
             mesh.__exit__(type(exception), exception, exception.__traceback__)
 
     def teardown(self) -> None:
-        """Ends the run. Models stay where they are, split; the mesh stays for the next run."""
+        """Ends the run. Models stay on their device, split; the mesh stays for the next run."""
         if self._models is not None:
             self._models.release()
         assert self.cluster_environment is not None and self.accelerator is not None

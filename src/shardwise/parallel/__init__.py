@@ -1,1 +1,1 @@
-"""Applying a plan to a live model: facts, the spine of steps, and what each kind of parallelism edits."""
+"""Applies a plan to a live model: reads facts, decides the split, and edits the model for each kind of parallelism."""

@@ -1,4 +1,4 @@
-"""Counts the memory kept between forward and backward: exact, on real tensors and on fake ones."""
+"""Counts the memory kept between forward and backward, exactly, on real and fake tensors."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _Storages = weakref.WeakValueDictionary[int, torch.UntypedStorage]
 
 
 class _Count(TorchDispatchMode):
-    """Sees what operations make.
+    """Observes the results of operations.
 
     Args:
-        model: split; its parameters at rest are not counted.
+        model: the split model. Its stored parameters are not counted.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -54,7 +54,7 @@ class _Count(TorchDispatchMode):
 
 
 class MemoryCount(_Count):
-    """While active, watches what the operations of a forward make, and says how much of it still lives."""
+    """Context manager that observes the tensors made in a forward and counts those that are still alive."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -83,7 +83,7 @@ class MemoryCount(_Count):
                 _add(each, self._of_parameters)
 
     def total(self) -> ActivationBytes:
-        """What lives of all that was made inside. Let go of the model's output before, but keep the loss."""
+        """Bytes still alive of all tensors made inside. Delete the model's output first, but keep the loss."""
         nbytes = {key: storage.nbytes() for key, storage in self._made.items()}
         gathered = sum(nbytes.get(key, 0) for key in self._of_parameters)
         return ActivationBytes(activations=sum(nbytes.values()) - gathered, gathered=gathered)
@@ -95,12 +95,12 @@ class MemoryCount(_Count):
 
 
 class PeakCount(_Count):
-    """While active, says the most memory that lives at once of all that operations make, gradients included.
+    """Context manager that records the peak memory of all tensors made inside, gradients included.
 
-    What an operation needs inside of itself, and what collectives of the backend hold, is not seen.
+    Workspace inside operations and buffers of the communication backend are not counted.
 
     Attributes:
-        peak_bytes: so far.
+        peak_bytes: peak so far.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -131,7 +131,7 @@ class PeakCount(_Count):
 
 
 def _is_foretold() -> bool:
-    """Whether DTensor asks on tensors of the full shape, which it gives no memory, what an operation will make."""
+    """Whether DTensor is running an operation on meta tensors of the full shape, only to learn the result's shape."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is _FORETELL:

@@ -1,8 +1,8 @@
-"""Makes adapters of a split model compute with parts, as their base does; those that come in later, too.
+"""Splits the adapters of a split model, including adapters that are added later.
 
 # [Note: merged and back]
-Where adapters are merged into weights and taken out again, PEFT adds and subtracts, and what is rounded stays. Here the
-weight that was is kept, and put back. It costs no memory of its own while it is still mapped from its file.
+PEFT merges adapters by addition and unmerges them by subtraction, which leaves rounding errors. Here the original
+weight is kept and restored. It costs no memory while it is still mapped from its file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["apply_adapters"]
 
 
 def apply_adapters(model: nn.Module, registry: Registry) -> None:
-    """Changes the adapters in a model whose parameters are split already. Communicates nothing."""
+    """Converts the adapters of a model whose parameters are already split. Communicates nothing."""
     for fqn, module in list(model.named_modules()):
         if not is_adapter(module) or not hasattr(module, "lora_A"):
             continue
@@ -51,13 +51,13 @@ class SplitAdapter:
     _unmerged: dict[str, torch.Tensor]
 
     def update_layer(self, adapter_name: str, *args: Any, **options: Any) -> None:
-        """Adds an adapter, which PEFT makes in full from rank 0's random numbers, and keeps this rank's part.
+        """Adds an adapter: PEFT makes it in full from rank 0's random numbers, and this rank keeps its part.
 
         Communicates: over all ranks, one broadcast of the state of rank 0's generator.
 
         Raises:
             PlanError: the adapter reads more than a rank's part of the weight.
-            UnsupportedError: the model is in stages.
+            UnsupportedError: the model has pipeline stages.
         """
         if self._registry.stages is not None:
             raise UnsupportedError(
@@ -74,11 +74,12 @@ class SplitAdapter:
         _split_later(self, self._fqn, adapter_name, self._registry)
 
     def merge(self, *args: Any, **options: Any) -> None:
-        """Adds the adapters to the weight, of which each rank has its part; `unmerge` puts the weight back. Where
-        another stage holds the weight, notes that it was done.
+        """Adds the adapters to this rank's part of the weight. `unmerge` restores the weight.
+
+        If another stage holds the weight, only records the merge.
 
         Raises:
-            UnsupportedError: FSDP2 shards it.
+            UnsupportedError: FSDP2 shards the weight.
         """
         base, wrapper = unwrapped(self), cast("Any", self)  # type: ignore[arg-type]
         if self._is_foreign(base):
@@ -99,7 +100,7 @@ class SplitAdapter:
         super().merge(*args, **options)  # type: ignore[misc]
 
     def unmerge(self) -> None:
-        """Puts back the weight that was."""
+        """Restores the weight from before `merge`."""
         base = unwrapped(self)  # type: ignore[arg-type]
         if self._is_foreign(base):
             cast("Any", self).merged_adapters.clear()
@@ -110,11 +111,13 @@ class SplitAdapter:
         self._unmerged.clear()
 
     def _is_foreign(self, base: nn.Module) -> bool:
-        """Whether another stage of a pipeline holds the weight that is adapted."""
+        """Whether another pipeline stage holds the adapted weight."""
         return getattr(self, "parameter_name", "weight") not in base._parameters
 
     def unload_and_optionally_merge_module(self, *args: Any, **options: Any) -> NoReturn:
-        """Refuses: what PEFT would leave computes with a part, and nothing would sum it."""
+        """Raises `UnsupportedError`: the module that PEFT would leave computes with a part of the weight and sums
+        nothing.
+        """
         raise UnsupportedError(
             f"taking the adapters away from {self._fqn} of a split model",
             why="the module around both is the one that is split",
@@ -161,7 +164,7 @@ def _apply_adapter(
 
 
 def _drop_alike(dropout: nn.Module, name: str, context: SplitContext) -> None:
-    """Has all ranks drop the same of an input that they are all given in full."""
+    """Makes all ranks drop the same elements of an input that every rank has in full."""
     if not has_dropout(dropout):
         return  # hooks that must run tell blocks apart for torch.compile
 

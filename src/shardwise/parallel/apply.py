@@ -1,4 +1,4 @@
-"""The one order in which a model becomes split: first all checks, then all edits."""
+"""Splits a model in a fixed order: first all checks, then all edits."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ class Job:
     """A model that is being split.
 
     Attributes:
-        spec: what was asked for; its plan has gone into the registry's.
-        dtype: what floating-point parameters are converted to; their own where None.
+        model: the model, edited in place.
+        registry: facts about the split parameters; holds the resolved plan.
+        spec: the request. Its plan is already resolved in `registry`.
+        dtype: dtype of floating-point parameters; None keeps theirs.
     """
 
     model: nn.Module
@@ -53,27 +55,29 @@ class Job:
 
     @functools.cached_property
     def recomputed(self) -> tuple[str, ...]:
-        """The names of the modules that are recomputed, found while the model is unsplit.
+        """Names of the modules to recompute, found while the model is unsplit.
 
         Raises:
-            ConfigError: `spec.recompute` names what the model does not have.
+            ConfigError: `spec.recompute` names a module that the model does not have.
         """
         return find_recomputed(self.model, self.registry.plan.stacks, self.spec.recompute)
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """What modules compute in; the dtype of their parameters where None."""
+        """Dtype of computation; None: the dtype of the parameters."""
         precision = self.spec.precision
         return getattr(torch, precision.compute) if precision is not None else self.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
 class Edit:
-    """One step in which a model becomes split.
+    """One step of splitting a model.
 
     Attributes:
-        check: raises where the step cannot be done; runs before any step is.
-        is_needed: for this model and layout.
+        name: what the step does, for readers.
+        apply: edits the model.
+        check: raises if the step cannot be done; runs before any edit.
+        is_needed: whether this model and layout need the step.
     """
 
     name: str
@@ -88,13 +92,13 @@ def apply_plan(
     """Splits `model` (real, meta or fake) over `mesh` in place; parameter names stay. Communicates nothing.
 
     Args:
-        plan: resolved for this model and this mesh, the same on every rank.
-        spec: what was asked for; its plan has gone into `plan`.
-        dtype: what floating-point parameters are converted to before FSDP2 takes them; their own where None.
+        plan: plan resolved for this model and mesh, the same on every rank.
+        spec: the request. Its plan is already resolved in `plan`.
+        dtype: dtype to which floating-point parameters are converted before FSDP2 takes them; None keeps theirs.
 
     Raises:
-        ConfigError: an option names what the model does not have. The model is as it was.
-        UnsupportedError: an option asks for what this torch or device does not have. The model is as it was.
+        ConfigError: an option names something that the model does not have. The model is unchanged.
+        UnsupportedError: an option needs a feature that this torch or device lacks. The model is unchanged.
     """
     context = SplitContext.of(mesh, has_dropout=has_dropout(model))
     registry = Registry(mesh=mesh, plan=plan, context=context, tied=plan.tied)
@@ -121,7 +125,7 @@ def _apply_deferral(job: Job) -> None:
 
 
 def _may_defer_logits(job: Job) -> bool:
-    """FSDP2 keeps the head gathered until its backward, but not in pipelines, nor in units that were asked for."""
+    """Whether the head's weight stays gathered until backward: not in pipelines, nor with user-defined FSDP units."""
     is_plain = job.registry.plan.pipeline is None and job.spec.fsdp.units is None
     return is_plain or job.registry.mesh.size("fsdp") == 1
 
@@ -138,7 +142,7 @@ def _convert(job: Job) -> None:
 
 
 def _move(job: Job) -> None:
-    """Moves the model to its device. Fake tensors cannot be moved, and what is on the meta device is loaded later."""
+    """Moves the model to its device. Fake tensors cannot be moved; meta tensors are loaded later."""
     tensors = (*job.model.parameters(), *job.model.buffers())
     if not any(value.is_meta or isinstance(value, FakeTensor) for value in tensors):
         job.model.to(job.registry.mesh.device)
@@ -199,20 +203,20 @@ EDITS = (
 
 
 def _most_classes(head: nn.Module | None, context: SplitContext) -> int | None:
-    """The most classes of a split head that a tp rank has; None where it is not split."""
+    """Largest number of a split head's classes on one tp rank; None if the head is not split."""
     entry = entries_of(head).get("weight") if head is not None else None
     return context.tp.even_sizes(entry.layout.shape[0])[0] if entry is not None and entry.split is not None else None
 
 
 def check_unsplit(model: nn.Module) -> None:
-    """Raises `PlanError` where the model has been split before, `UnsupportedError` where torch has wrapped it."""
+    """Raises `PlanError` if the model is already split, `UnsupportedError` if a torch wrapper holds it."""
     check_unwrapped(model)
     if is_split(model):
         raise PlanError(f"this {type(model).__name__} is split already", fix="split a model once, from the unsplit one")
 
 
 def check_axes(shape: MeshShape) -> None:
-    """Raises `UnsupportedError` where the layout has an axis that nothing serves yet."""
+    """Raises `UnsupportedError` if the layout has an axis that is not implemented."""
     unserved = {axis: shape.size(axis) for axis in UNSERVED_AXES if shape.size(axis) > 1}
     if unserved:
         raise UnsupportedError(

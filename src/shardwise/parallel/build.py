@@ -1,4 +1,4 @@
-"""Building a transformers model on the meta device, from a directory, a hub id or a config."""
+"""Builds a transformers model on the meta device from a directory, a hub id or a config."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """The dtype that a user names; None for "auto", or for none.
+    """The torch dtype for a user's name; None for "auto" or None.
 
     Raises:
         ConfigError: torch has no such dtype.
@@ -45,11 +45,12 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 def read_config(
     source: str | os.PathLike[str] | Mapping[str, Any], options: Mapping[str, Any], config_class: Any = AutoConfig
 ) -> tuple[PreTrainedConfig, dict[str, Any]]:
-    """The config at `source`, changed by those of `options` that are config values, and the options left.
+    """Reads the config at `source` and applies the config values among `options`. Returns the config and the other
+    options.
 
     Args:
         source: a directory with a config.json, a .json file, a hub id, or the values themselves.
-        config_class: reads it; one of a part of what is at `source` reads the config of that part.
+        config_class: class that reads the config. A class for a part of the model reads the config of that part.
 
     Raises:
         LoadError: there is no config, or transformers cannot read it.
@@ -68,13 +69,13 @@ def read_config(
 
 
 def _config_place(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the options that say where a config is: weights have variants, configs none."""
+    """The options that say where a config is. `variant` is none of them: configs have no variants."""
     return {name: options[name] for name in HUB_OPTIONS if name in options and name != "variant"}
 
 
 @contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Says what could not be read: a config's class refuses its values with errors of many kinds."""
+    """Context manager: converts errors of config classes to a `LoadError` that says what could not be read."""
     try:
         yield
     except Exception as error:
@@ -86,9 +87,7 @@ def _reading(what: str) -> Iterator[None]:
 
 
 def named_class(config: PreTrainedConfig) -> Any:
-    """The model class that a config names in `architectures`: the first one that transformers has for such a config.
-    None where it names none.
-    """
+    """The first class in the config's `architectures` that transformers has for this config; None if there is none."""
     for name in config.architectures or ():
         model_class: Any = getattr(transformers, name, None)
         is_model = isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)
@@ -98,8 +97,7 @@ def named_class(config: PreTrainedConfig) -> Any:
 
 
 def model_class_of(config: PreTrainedConfig) -> Any:
-    """The class of a model where the user names none: the one that its config names in `architectures`, or else, and
-    where that is the causal language model of its type, `AutoModelForCausalLM`.
+    """Default class of a model: the class in the config's `architectures`, else `AutoModelForCausalLM`.
 
     Raises:
         UnsupportedError: the config names no class, and transformers has no causal language model of its type.
@@ -121,14 +119,14 @@ def model_class_of(config: PreTrainedConfig) -> Any:
 def build_meta_model(
     config: PreTrainedConfig, auto_class: Any, *, dtype: torch.dtype | None, options: dict[str, Any]
 ) -> PreTrainedModel:
-    """An instance of `auto_class` for `config` whose parameters take no memory.
+    """Builds an instance of `auto_class` for `config` on the meta device.
 
     Args:
-        auto_class: a transformers auto class or model class; `model_class_of` the config where None.
+        auto_class: a transformers auto class or model class; None: `model_class_of` the config.
         options: keyword arguments of the model class (`attn_implementation`, …).
 
     Raises:
-        UnsupportedError: the class does not serve this config, or refuses the options.
+        UnsupportedError: the class does not support this config or these options.
     """
     chosen = model_class_of(config) if auto_class is None else auto_class
     build = getattr(chosen, "from_config", None) or getattr(chosen, "_from_config", None)
@@ -157,7 +155,7 @@ def build_meta_model(
 
 
 def _empty(model: nn.Module) -> None:
-    """Puts on the meta device what `torch.FloatTensor` and its like made elsewhere: memory that holds nothing yet."""
+    """Moves tensors to the meta device that `torch.FloatTensor` and similar constructors made on the CPU."""
     moved: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, value in module._parameters.items():
@@ -167,16 +165,16 @@ def _empty(model: nn.Module) -> None:
 
 
 def num_positions(config: PreTrainedConfig) -> int | None:
-    """How many positions the model has, None where it sets no limit."""
+    """Maximum number of positions of the model; None if it has no limit."""
     found = getattr(config.get_text_config(), "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 0 else None
 
 
 def read_generation_config(model: PreTrainedModel, source: str | os.PathLike[str], options: dict[str, Any]) -> None:
-    """Gives the model the generation config beside its weights, if one does.
+    """Reads the generation config beside the weights into the model, if there is one.
 
     Raises:
-        LoadError: what is there is no generation config.
+        LoadError: the file is no valid generation config.
     """
     if not model.can_generate():
         return

@@ -1,8 +1,8 @@
 """Training forwards build no cache of keys and values.
 
-transformers' models build one unless `use_cache=False`. It holds keys and values a second time, grows twice where a
-block is recomputed, and makes `torch.compile` compile every layer again, since its state differs from layer to
-layer.
+transformers' models build one unless `use_cache=False`. The cache stores keys and values a second time, and grows twice
+if a block is recomputed. `torch.compile` would compile every layer separately, because the cache's state differs
+between layers.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["train_without_cache"]
 
 
 def train_without_cache(model: nn.Module, *, recomputes: bool) -> None:
-    """Makes forwards with gradients of a model in training mode run with `use_cache=False` unless the caller says more.
+    """Makes training forwards with gradients run with `use_cache=False`, unless the caller passes `use_cache`.
 
     Args:
-        recomputes: whether blocks are recomputed in backward, where a cache cannot be had at all.
+        recomputes: whether blocks are recomputed in backward. Then `use_cache=True` is impossible.
     """
 
     def without_cache(module: nn.Module, arguments: Arguments) -> None:
@@ -41,9 +41,7 @@ def train_without_cache(model: nn.Module, *, recomputes: bool) -> None:
 
 
 def _cache_builders(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules that take `use_cache`, and the models in them, which may be called on
-    their own. A head may pass it on unnamed.
-    """
+    """Yields the outermost modules that take `use_cache`, and the models inside them, which may be called directly."""
     takes_it = "use_cache" in inspect.signature(module.forward).parameters
     if takes_it:
         yield module

@@ -1,11 +1,10 @@
-"""`torch.compile` of every layer, in place: names stay, and so does everything that hangs on a layer from outside.
+"""`torch.compile` of every layer, in place. Names and hooks of the layers stay.
 
 # [Note: compiled whole]
-A layer's forward compiles as one function with the edges of its split regions inside, or not at all: where torch would
-end a graph there is an error. What hangs on the layer itself runs outside, as it is: FSDP2's hooks, the ends of a stack
-that sequence parallelism splits, random streams. So all layers of one class share what was compiled for the first. What
-regions would write down about the forward under way has been written before a layer is entered, because what is
-recomputed may write nothing.
+A layer's forward, with the edges of its split regions, compiles as one graph. A graph break is an error. Hooks on the
+layer itself run outside of the graph: FSDP2's hooks, the ends of a stack with sequence parallelism, random streams. So
+all layers of one class share one compiled function. State of the forward that regions would write is written before a
+layer is entered, because recomputed code must not write.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _REFUSES_NOTES = Version(torch.__version__) < Version("2.13")
 
 
 class Compiled:
-    """Mixin of a layer: runs what was compiled of its forward, unless it fills a cache of keys, as in `generate()`."""
+    """Mixin of a layer that runs its compiled forward, unless the call fills a cache of keys, as in `generate()`."""
 
     _compiled_forward: Callable[..., Any]
     _compiled_stack: str | None
@@ -43,7 +42,7 @@ class Compiled:
     _compiled_settings: Callable[[], AbstractContextManager[None]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's own forward, compiled."""
+        """Runs the layer's forward, compiled."""
         # Where somebody looks at every operation torch compiles nothing; a cache of keys is another for every layer.
         if torch._C._len_torch_dispatch_stack() or any(isinstance(each, Cache) for each in (*args, *kwargs.values())):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -56,7 +55,7 @@ class Compiled:
 def apply_compilation(
     model: nn.Module, registry: Registry, choice: Compile | None, *, budget: float | None = None
 ) -> None:
-    """Compiles the layers of `model` when they are first run; see `check_compilation`. Communicates nothing."""
+    """Makes the layers of `model` compile at their first run; see `check_compilation`. Communicates nothing."""
     if choice is None:
         return
     context = registry.context
@@ -85,14 +84,14 @@ def apply_compilation(
 
 
 def check_compilation(choice: Compile | None, context: SplitContext | None = None) -> None:
-    """Raises where layers cannot be compiled.
+    """Checks that layers can be compiled.
 
     Args:
-        context: of the model that is to be split; None where there is none yet.
+        context: context of the model that is to be split; None if there is none yet.
 
     Raises:
         ConfigError: torch has no such backend.
-        UnsupportedError: something drops under tp.
+        UnsupportedError: the model has dropout under tensor parallelism.
     """
     if choice is None:
         return
@@ -108,7 +107,7 @@ def check_compilation(choice: Compile | None, context: SplitContext | None = Non
 
 @contextmanager
 def _settings(budget: float | None) -> Iterator[None]:
-    """Settings of torch itself while a layer runs, and so is compiled when it first does."""
+    """Context manager: torch's settings while a layer runs and, the first time, compiles."""
     with ExitStack() as settings:
         if _REFUSES_NOTES:
             name = "skip_fwd_side_effects_in_bwd_under_checkpoint"
@@ -119,7 +118,7 @@ def _settings(budget: float | None) -> Iterator[None]:
 
 
 def _own_code(forward: Any) -> Any:
-    """A copy of a function: torch counts what it compiles for each piece of code, which models may share."""
+    """Copy of a function. torch counts compilations per code object, which models may share."""
     if not isinstance(forward, types.FunctionType):
         return forward
     code, defaults, closure = forward.__code__.replace(), forward.__defaults__, forward.__closure__

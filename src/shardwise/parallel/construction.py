@@ -1,11 +1,11 @@
-"""How every tensor of a model came to be, so that any one of them can be made again for real.
+"""Records the construction of a model, so that the value of any tensor can be computed later.
 
 # [Note: recorded construction]
-transformers makes a model's weights in two steps: constructors give values (a head's bias of zeros, a table of
-multipliers), then `_init_weights` overwrites most of them, module by module. Both read sizes and counts off modules, so
-they must see the unsplit model; and neither can be run for all of it, which fits no memory. So an unsplit model is
-built on the meta device, where operations cost nothing, every operation that makes or changes a tensor is noted, and
-whoever needs a tensor's value runs the operations that lead to it on the CPU.
+transformers initializes weights in two steps. Constructors give values (a head's bias of zeros, a table of
+multipliers). Then `_init_weights` overwrites most of them, module by module. Both steps read sizes and counts of
+modules, so they must run on the unsplit model, which may not fit in memory. So the unsplit model is built on the meta
+device, and every operation that makes or changes a tensor is recorded. To get a tensor's value, the operations that
+lead to it are replayed on the CPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FROM_DATA = (torch.tensor, torch.as_tensor)
 
 @dataclass(frozen=True)
 class _Operation:
-    """One call that made or changed tensors; `written` names their storages."""
+    """One recorded call that made or changed tensors. `written`: ids of the storages that it wrote."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -39,7 +39,9 @@ class _Operation:
 
 
 class Construction:
-    """Records what happens to tensors between `with` and its end, and keeps them: meta tensors take no memory."""
+    """Context manager that records the operations on tensors inside, and keeps the tensors alive (meta tensors take no
+    memory).
+    """
 
     def __init__(self) -> None:
         self._operations: list[_Operation] = []
@@ -61,9 +63,9 @@ class Construction:
 
     @torch.no_grad()
     def values(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The values of meta tensors, on the CPU; NaN where nothing ever gave them any.
+        """Values of meta tensors, on the CPU. Elements that were never written are NaN.
 
-        What was drawn at random is drawn again from torch's stream, once for all of `tensors`.
+        Random values are drawn anew from torch's default generator, once for all of `tensors`.
         """
         needed, operations = {_storage(value) for value in tensors}, []
         for operation in reversed(self._operations):
@@ -101,13 +103,13 @@ class _OperationRecorder(TorchDispatchMode):
 
 
 class _Replay:
-    """Runs recorded operations on the CPU."""
+    """Replays recorded operations on the CPU."""
 
     def __init__(self) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def run(self, operation: _Operation) -> None:
-        """Runs one, whose inputs were made by those before it."""
+        """Runs one operation. The operations that made its inputs must have run."""
         args, kwargs = tree_map(self._argument, (operation.args, operation.kwargs))
         if kwargs.get("device") is not None:
             kwargs["device"] = "cpu"
@@ -121,7 +123,7 @@ class _Replay:
         return self.real(value) if is_recorded else value
 
     def real(self, recorded: Tensor) -> Tensor:
-        """The tensor at the same place of a real storage, which is all NaN where nothing wrote to it."""
+        """The real tensor for a recorded one: a view of a real storage that starts as NaN."""
         key, dtype = _storage(recorded), recorded.dtype
         if key not in self._storages:
             values = torch.zeros(recorded.untyped_storage().nbytes() // recorded.itemsize, dtype=dtype)
@@ -135,5 +137,5 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
-    """What is the same for all tensors that share their memory."""
+    """Id that is equal for tensors that share memory."""
     return tensor.untyped_storage()._cdata

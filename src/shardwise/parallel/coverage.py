@@ -1,4 +1,4 @@
-"""Whether a checkpoint covers a model: what is missing or of another kind is an error unless it is allowed."""
+"""Checks that a checkpoint covers a model. Missing tensors and unlike shapes are errors unless allowed."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ MOST_NAMES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Allowed:
-    """What a checkpoint may lack, and what it may hold that the model does not have.
+    """Allowed differences between a checkpoint and the model.
 
     Attributes:
-        missing: patterns of parameters that start at random values where the checkpoint has none.
-        unused: patterns of the checkpoint's tensors that belong to layers the model does not have.
-        mismatched: whether parameters of another shape in the checkpoint start at random values.
+        missing: patterns of parameters that are initialized if the checkpoint lacks them.
+        unused: patterns of the checkpoint's tensors that may belong to layers the model does not have.
+        mismatched: whether parameters with another shape in the checkpoint are initialized.
     """
 
     missing: Sequence[str] = ()
@@ -38,7 +38,7 @@ class Allowed:
 
     @classmethod
     def pop(cls, options: dict[str, Any]) -> Allowed:
-        """Takes the options about it out of those of `load`: lists of patterns, or True for all names."""
+        """Takes these options out of the options of `load`: lists of patterns, or True for all names."""
         missing, unused = (options.pop(name, None) or () for name in ("allow_missing", "allow_unused"))
         return cls(
             missing=("**",) if missing is True else missing,
@@ -56,17 +56,17 @@ def check_coverage(
     allowed: Allowed,
     is_guess: bool = False,
 ) -> None:
-    """Raises one error for all that the checkpoint lacks of the model, and logs what `allowed` lets pass.
+    """Raises one error that lists all tensors of the model that the checkpoint lacks. Logs what `allowed` permits.
 
-    Buffers that the checkpoint lacks keep the model's own values. Further tensors of the checkpoint are only logged, as
-    transformers does, unless they belong to a layer that the model does not have, or nobody has named the class.
+    Buffers that the checkpoint lacks keep the model's values. Extra tensors of the checkpoint are only logged, as in
+    transformers, unless they belong to a layer that the model does not have, or the class is a guess.
 
     Args:
-        names: every name of the model's state, each tied tensor once.
-        is_guess: whether neither the user nor the checkpoint names the model's class, which may be one of a part.
+        names: every name in the model's state; each tied tensor once.
+        is_guess: whether neither the user nor the checkpoint names the model's class.
 
     Raises:
-        LoadError: tensors are missing, of another shape or kind, cannot be converted, or belong to further layers.
+        LoadError: tensors are missing, have another shape or kind, cannot be converted, or belong to further layers.
         UnsupportedError: the weights are quantized.
     """
     _check_scales(resolution, location)
@@ -118,7 +118,7 @@ def check_coverage(
 
 
 def _check_scales(resolution: Resolution, location: str) -> None:
-    """Raises `UnsupportedError` where float8 weights have scales beside them: without these they are other weights."""
+    """Raises `UnsupportedError` if float8 weights have scales beside them, without which their values are wrong."""
     scales = [name for name in resolution.unexpected if "scale" in name.rpartition(".")[2]]
     narrow = [fqn for fqn, lazy in resolution.tensors.items() if str(lazy.dtype).startswith("torch.float8")]
     if scales and narrow:
@@ -131,7 +131,7 @@ def _check_scales(resolution: Resolution, location: str) -> None:
 
 
 def _listed(what: str, names: Iterable[str]) -> Iterator[str]:
-    """One line about `names`, those that differ by a number alone as one; nothing about none."""
+    """Yields one line about `names`; names that differ only in a number are merged. Yields nothing for no names."""
     groups: dict[str, list[str]] = {}
     for name in sorted(names):
         groups.setdefault(star_numbers(name), []).append(name)
@@ -142,7 +142,7 @@ def _listed(what: str, names: Iterable[str]) -> Iterator[str]:
 
 
 def _is_beyond(modules: Mapping[str, nn.Module], name: str) -> bool:
-    """Whether `name` is in an item, with a number too high, of a list of the model's."""
+    """Whether `name` has an index beyond the end of a module list of the model."""
     places = ((modules.get(parent_of(each)), each.rpartition(".")[2]) for each in upwards(name))
     return any(
         isinstance(owner, nn.ModuleList) and item.isdigit() and int(item) >= len(owner) for owner, item in places
@@ -150,5 +150,5 @@ def _is_beyond(modules: Mapping[str, nn.Module], name: str) -> bool:
 
 
 def _fits(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a pattern is that of `name` or of a module that it is in."""
+    """Whether a pattern matches `name` or a module that contains it."""
     return any(match(f"{pattern}.**", name) for pattern in patterns)

@@ -1,4 +1,4 @@
-"""Everything that is decided about a model before it is touched: rules, resolved for all axes of the mesh."""
+"""Resolves rules for all axes of the mesh, before the model is changed."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def decide_split(
     *,
     order: LayerOrder | None = None,
 ) -> SplitPlan:
-    """What `rules` do to `model`, which is unsplit, real or meta, and stays as it is. The same on every rank.
+    """Resolves `rules` to a plan for `model`, which is unsplit (real or meta) and not changed. The same on every rank.
 
     Args:
-        spec: what was asked for; `rules` stand in place of its plan.
-        order: of the layers of its base as they run; needed where the shape has several ranks along pp.
+        spec: the request; `rules` replace its plan.
+        order: order in which the layers of the base model run; needed if the shape has several pp ranks.
 
     Raises:
-        ConfigError: the model cannot be cut as its pipeline says.
-        PlanError: the rules cannot be followed; lists every problem.
-        UnsupportedError: a module that they split over its features is no norm that can be.
+        ConfigError: the model cannot be cut into stages as requested.
+        PlanError: the rules cannot be applied; lists every problem.
+        UnsupportedError: the rules split a norm over features that computes no supported formula.
     """
     resolved = resolve(rules, facts, tp_size=shape.tp_size, sequence_parallel=spec.sequence_parallel)
     stages = None

@@ -1,4 +1,4 @@
-"""Which plan a model gets: the user's rules on family corrections on the model's own plan."""
+"""Chooses the rules for a model: the user's, on corrections for the model family, on the model's own plan."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ AUTOMATIC = ("auto", "declared", "derived")
 
 
 def read_request(plan: str | Plan | Mapping[str, str]) -> tuple[str, Plan]:
-    """What a user asks for: which automatic plan ("auto", "declared" or "derived"), and the rules on top of it.
+    """Parses a user's plan: the automatic plan ("auto", "declared" or "derived") and rules on top of it.
 
     Raises:
-        PlanError: it is none of the names, no dictionary of rules and no `Plan`.
+        PlanError: the value is no such name, no dictionary of rules and no `Plan`.
     """
     if isinstance(plan, Plan):
         return "auto", plan
@@ -37,13 +37,13 @@ def read_request(plan: str | Plan | Mapping[str, str]) -> tuple[str, Plan]:
 
 
 def declared_plan(model: nn.Module, facts: ModelFacts) -> Plan:
-    """What transformers declares for the model, with the family's corrections; empty where it declares nothing."""
+    """The plan that transformers declares for the model, with family corrections; empty if it declares none."""
     declared = Plan.of(getattr(model, "_tp_plan", None) or {}, source="transformers")
     return declared | CORRECTIONS.get(facts.model_type, Plan(()))
 
 
 def vocabulary_plan(facts: ModelFacts) -> Plan:
-    """Input and output embeddings split by vocabulary: large weights that declared plans often forget."""
+    """Plan that splits input and output embeddings by vocabulary. Declared plans often omit these large weights."""
     reason = "embeddings split by vocabulary, of any size"
     rules = []
     if facts.embedding and facts.modules[facts.embedding].kind == "embedding":

@@ -1,6 +1,6 @@
-"""Reads structure facts off a live (real or meta) model: all that planning sees of it.
+"""Reads the facts about a live (real or meta) model that planning uses.
 
-Head counts are read from the attention modules themselves, so a model whose layers differ in heads is seen as it is.
+Head counts are read from each attention module, so layers may differ in heads.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ _HEAD_DIM_NAMES = ("head_dim", "head_size", "attention_head_size", "qk_head_dim"
 
 
 def read_facts(model: nn.Module) -> ModelFacts:
-    """The facts of `model`, with adapters by the names of its base (see [Note: the base's plan]); reads shapes and
-    attributes only, so meta models suffice.
+    """Facts about `model`; adapted modules have the names of the base (see [Note: the base's plan]).
+
+    Reads only shapes and attributes, so meta models suffice.
     """
     canonical: dict[int, str] = {}
     tied: dict[str, str] = {}
@@ -88,10 +89,10 @@ def read_facts(model: nn.Module) -> ModelFacts:
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether all code of `model` is that of transformers, torch or PEFT.
+    """Whether all code of `model` comes from transformers, torch or PEFT.
 
-    A class of the hub (`trust_remote_code`) or of the caller has no lasting name, and may compute something else than
-    the class of its model type; so may a model one of whose modules was exchanged.
+    A remote class (`trust_remote_code`) or a user's class has no stable name, and may compute something else than the
+    class of its model type. So may a model with a replaced module.
     """
     return isinstance(model, PreTrainedModel) and all(
         type(module).__module__.startswith(("transformers.", "torch.", "peft.")) for module in model.modules()
@@ -99,7 +100,7 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 
 def read_stacks(model: nn.Module) -> tuple[LayerStack, ...]:
-    """The stacks of layers of an unsplit model, as registered. Reads shapes only."""
+    """The stacks of layers of an unsplit model, in order of registration. Reads only shapes."""
     found: list[LayerStack] = []
     layers: set[str] = set()
     for fqn, module in model.named_modules():
@@ -117,9 +118,7 @@ def read_stacks(model: nn.Module) -> tuple[LayerStack, ...]:
 
 
 def read_windows(model: nn.Module) -> dict[str, int]:
-    """The attentions of `model` that look back over a number of tokens only, by the names of facts, with that number:
-    where they say so themselves, or their config for all layers alike.
-    """
+    """Sliding-window sizes in tokens by the FQN of the attention, from the module or from the config for all layers."""
     found = {}
     for place in places_in(model):
         owner: Any = place.module
@@ -134,7 +133,7 @@ def read_windows(model: nn.Module) -> dict[str, int]:
 
 
 def _is_operation(module: nn.Module) -> bool:
-    """Whether a module is no layer: a single product or look-up, or without a forward of its own."""
+    """Whether a module is a single product or lookup, or has no forward of its own."""
     return _kind(module) != "other" or isinstance(unwrapped(module), nn.modules.conv._ConvNd)
 
 
@@ -150,7 +149,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def _heads(module: nn.Module) -> Heads | None:
-    """The module's heads if it is an attention: it knows a head's size and what it holds agrees with the counts."""
+    """Heads of an attention module; None if the module has no head size, or its attributes contradict its weights."""
     if type(module) in (nn.Linear, nn.Embedding):
         return None  # most modules: a look for names that are not there is slow
     head_dim = _first_int(module, _HEAD_DIM_NAMES)
@@ -169,10 +168,10 @@ def _heads(module: nn.Module) -> Heads | None:
 
 
 def counts_of(module: nn.Module, config_counts: dict[tuple[type, int], dict[str, int]] | None = None) -> dict[str, int]:
-    """The module's integer attributes, and as `config.NAME` those of its config that its own methods mention.
+    """The module's integer attributes, and as `config.NAME` the integers of its config that its methods mention.
 
     Args:
-        config_counts: what was found in configs so far, which is slow to read and the same for all modules of a class.
+        config_counts: cache of values found in configs, which are slow to read and equal for all modules of a class.
     """
     if type(module).__module__.startswith("torch.") or _kind(module) != "other":
         return {}
@@ -191,14 +190,14 @@ def counts_of(module: nn.Module, config_counts: dict[tuple[type, int], dict[str,
 
 
 def _known_to(config: Any, names: Iterable[str]) -> Iterable[str]:
-    """Those of `names` that a config may have: to ask one of transformers' for others takes long."""
+    """Those of `names` that the config has. Asking a transformers config for other names is slow."""
     if hasattr(type(config), "__getattr__"):
         return names
     return {*dir(config), *getattr(config, "attribute_map", ())}.intersection(names)
 
 
 def _read(owner: object, name: str) -> object:
-    """The owner's value; None where it has none, or where a config refuses to name one because layers differ."""
+    """An attribute's value; None if it is missing, or if a config refuses because layers differ."""
     try:
         return getattr(owner, name, None)
     except (RuntimeError, ValueError):
@@ -214,7 +213,7 @@ def _inputs(module: nn.Module) -> tuple[str, ...]:
 
 @functools.cache
 def names_read(module_class: Any) -> frozenset[str]:
-    """The attribute names that the methods of a module class mention, except those of torch's base classes."""
+    """Attribute names that the methods of a module class mention, without torch's base classes."""
     names: set[str] = set()
     for base in module_class.__mro__:
         if base.__module__.startswith("torch."):
@@ -227,7 +226,7 @@ def names_read(module_class: Any) -> frozenset[str]:
 
 
 def _is_count(value: object, *, least: int = 1) -> TypeGuard[int]:
-    """Whether a value may count heads or features; seeds and the like are larger."""
+    """Whether a value may count heads or features. Seeds and the like are larger."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31
 
 
@@ -236,8 +235,9 @@ def _first_int(owner: object, names: tuple[str, ...]) -> int | None:
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
-    """What computes the logits of an unsplit model, where it says so. DeBERTa names the product before them, which has
-    as many features as its input and is no vocabulary.
+    """The module that computes the logits of an unsplit model; None if unknown.
+
+    DeBERTa names a projection before the logits, which has as many output as input features; it is ignored.
     """
     head, embedding = (_embedding(model, f"get_{side}_embeddings") for side in ("output", "input"))
     size = tuple(head.weight.shape) if head is not None else ()
@@ -246,7 +246,7 @@ def output_head(model: nn.Module) -> nn.Module | None:
 
 
 def _embedding(model: nn.Module, getter: str) -> Any:
-    """The module that one of transformers' embedding getters returns; None where it has none, or none with a weight."""
+    """The module that a transformers embedding getter returns; None if there is none, or it has no weight."""
     try:
         found = getattr(model, getter)()
     except (NotImplementedError, AttributeError):
@@ -259,7 +259,7 @@ def _name_of(model: nn.Module, part: nn.Module | None) -> str | None:
 
 
 def find_conditional_layers(model: nn.Module, facts: ModelFacts) -> frozenset[str]:
-    """Finds the layers that run only for batches with images or sound.
+    """Layers that run only for batches with images or sound.
 
     In a model with text inputs these are the layers outside of its decoder, and the decoder's cross-attention layers.
     """

@@ -1,4 +1,4 @@
-"""Models on fake tensors: they have shapes and no values, so that a model of any size runs in no memory."""
+"""Models on fake tensors, which have shapes but no values, so that a model of any size runs without memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["FakeTensorCorrections", "fake_tensors", "materialize_fake"]
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Inside, every tensor that is made is a fake one. What fails is an exception, and nothing that torch logs, too."""
+    """Context manager: new tensors are fake. torch's log of failed fake operations is silenced; they still raise."""
     log = logging.getLogger(fake_tensor.__name__)
     was_disabled, log.disabled = log.disabled, True
     try:
@@ -29,8 +29,8 @@ def fake_tensors() -> Iterator[None]:
 
 
 class FakeTensorCorrections(TorchDispatchMode):
-    """Corrects two descriptions of torch's: products of experts exist in every dtype, not in bfloat16 alone, and
-    waiting for a collective's result makes no other tensor of it.
+    """Corrects two fake implementations in torch: grouped products exist in every dtype, not only bfloat16, and waiting
+    for a collective's result returns the same tensor.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -43,7 +43,7 @@ class FakeTensorCorrections(TorchDispatchMode):
 
 
 def materialize_fake(model: nn.Module) -> nn.Module:
-    """Puts every meta tensor of `model` on the CPU, as a fake one, in place; what is shared stays shared."""
+    """Replaces every meta tensor of `model` by a fake CPU tensor, in place. Shared tensors stay shared."""
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):

@@ -1,7 +1,7 @@
-"""Data parallelism: FSDP2 over the `fsdp` and `ddp` axes, set up once for the unsplit model.
+"""Data parallelism: FSDP2 over the `fsdp` and `ddp` axes.
 
-What is gathered together, and how every parameter is sharded, has been decided (`plan/data_axes.py`, [Note: units]).
-In a pipeline each stage of a rank is a root of its own: torch's runtime gathers and reduces all that is below one.
+`plan/data_axes.py` has decided the units and the sharding of every parameter ([Note: units]). In a pipeline each stage
+of a rank is its own FSDP2 root, because torch's runtime gathers and reduces everything below one root at a time.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ Units = Mapping[tuple[str, ...], Unit]
 
 
 def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPolicy) -> None:
-    """Gives the parameters of a split model (real or meta) to FSDP2, in place; names stay, parameters become `DTensor`s
-    over the data axes; see `check_data_parallelism`. Does nothing where there is one data rank.
+    """Applies FSDP2 to a split model (real or meta), in place; see `check_data_parallelism`.
+
+    Names stay; parameters become `DTensor`s over the data axes. Does nothing with one data rank.
     """
     mesh, registry.policy = registry.mesh, policy
     if mesh.data_mesh is None:
@@ -74,17 +75,16 @@ def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPol
 
 
 def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
-    """Clears gradients of the parameters at rest, and those to be; see [Note: left gathered]."""
+    """Clears the gradients of sharded and gathered parameters; see [Note: left gathered]."""
     reshard(model)
     forget_unreduced(model)
     type(model).zero_grad(model, set_to_none)
 
 
 class StageRoot(nn.Module):
-    """One stage of a pipeline as FSDP2 sees it: its units and the modules of what else it holds; called with what
-    `Stages.run` takes, it runs the stage.
+    """FSDP2 root of one pipeline stage: the stage's units and its other modules. Calling it runs the stage.
 
-    Its `parameters()` are all of the stage's, also those that FSDP2 does not hold.
+    Its `parameters()` are all parameters of the stage, including those outside of FSDP2.
     """
 
     def __init__(self, model: nn.Module, stage: int, registry: Registry, units: Units) -> None:
@@ -96,32 +96,32 @@ class StageRoot(nn.Module):
         self._places = [(model.get_submodule(owner), own) for owner, _, own in places]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:  # noqa: FBT001, FBT002 - torch's
-        """The stage's parameters, as they are stored at the moment."""
+        """The stage's parameters in their current form."""
         found = (module._parameters.get(own) for module, own in self._places)
         yield from {id(each): each for each in found if each is not None}.values()
 
     def forward(self, arguments: Mapping[str, Any], received: Sequence[Tensor]) -> Any:
-        """What the stage puts out."""
+        """Runs the stage with the arguments of `Stages.run`, and returns its output."""
         assert self._registry.stages is not None
         return self._registry.stages.run(self._stage, arguments, received)
 
 
 def _managed(model: nn.Module, stage: int, registry: Registry) -> list[str]:
-    """The names under which a stage holds what FSDP2 is given."""
+    """Names of a stage's parameters that FSDP2 shards."""
     names = registry.plan.names_of_stage(stage)
     found = (name for name, _ in model.named_parameters(remove_duplicate=False) if name in names)
     return [name for name in found if registry.entry(name).data is DataHandling.FSDP]
 
 
 def _units_of_stage(model: nn.Module, stage: int, registry: Registry) -> Units:
-    """The units, each with its modules that have something of the stage."""
+    """Units of a stage: for each, its modules with parameters of the stage."""
     inside = {module for name in _managed(model, stage, registry) for module in upwards(parent_of(name))}
     units = (tuple(module for module in unit if module in inside) for unit in registry.plan.units)
     return {unit: tuple(map(model.get_submodule, unit)) for unit in units if unit}
 
 
 def _rest_of_stage(model: nn.Module, stage: int, registry: Registry) -> list[nn.Module]:
-    """The outermost modules that own what a stage holds outside of units: nothing in them is another stage's."""
+    """Outermost modules with the stage's parameters outside of units; they hold no parameter of another stage."""
     units = {module for unit in registry.plan.units for module in unit}
     owners = dict.fromkeys(map(parent_of, _managed(model, stage, registry)))
     loose = [owner for owner in owners if nearest(owner, units) is None]
@@ -129,7 +129,7 @@ def _rest_of_stage(model: nn.Module, stage: int, registry: Registry) -> list[nn.
 
 
 def _shard_root(root: nn.Module, units: Units, registry: Registry, kept_replicated: set[nn.Parameter]) -> None:
-    """Makes `root` a root of FSDP2 over these units of its."""
+    """Makes `root` an FSDP2 root with these units."""
     for module in (module for unit in units.values() for module in unit):
         module.register_forward_hook(_own_output)
     root.register_forward_hook(_own_output)
@@ -148,7 +148,7 @@ def _shard_root(root: nn.Module, units: Units, registry: Registry, kept_replicat
 
 
 def _parts(root: nn.Module, units: Units, registry: Registry) -> Iterator[nn.Module]:
-    """What callers may run by itself: all modules with parameters that are not inside of a unit, except layers."""
+    """Yields the modules that callers may run directly: modules with parameters outside of units, except layers."""
     own = {module for unit in units.values() for module in unit}
     layers = set(map(root.get_submodule, outermost_layers(registry.plan.stacks)))
     inside = {each for module in own | layers for each in module.modules() if each is not module} | layers | {root}
@@ -175,16 +175,18 @@ def _shard(unit: Unit, registry: Registry, kept_replicated: set[nn.Parameter], *
 
 
 def _drop_casts(module: nn.Module, args: Any) -> None:
-    """Autocast keeps a parameter's cast for all forwards inside of it. The node of an earlier one runs last in a later
-    backward, where FSDP2 has reduced that parameter's gradient already: it would be lost.
+    """Clears autocast's cache of cast parameters before a forward.
+
+    The cache would reuse the cast of an earlier forward. Its gradient would arrive after FSDP2 has reduced the
+    parameter, and would be lost.
     """
     if not torch.compiler.is_compiling():
         torch.clear_autocast_cache()
 
 
 def _own_output(module: nn.Module, args: Any, output: Any) -> Any:
-    """Makes a unit return no view: what writes into one in place escapes the hook by which FSDP2 gathers the unit
-    again in backward. FSDP2 warns of that at every view.
+    """Makes a unit return no view. Writing into a view in place would bypass the hook by which FSDP2 gathers the unit
+    in backward; FSDP2 warns at every view.
     """
 
     def own(value: Any) -> Any:
@@ -232,7 +234,7 @@ def _tune(root: nn.Module, units: Units, registry: Registry) -> None:
 
 
 def _tune_order(blocks: Sequence[Any], policy: FsdpPolicy, *, keeps_last: bool) -> None:
-    """Applies the settings that depend on the order in which blocks run."""
+    """Applies prefetching, which depends on the order in which blocks run."""
     for number, unit in enumerate(blocks):
         if policy.prefetch > 1:
             unit.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + policy.prefetch])
@@ -242,7 +244,7 @@ def _tune_order(blocks: Sequence[Any], policy: FsdpPolicy, *, keeps_last: bool) 
 
 
 def _follow_order(root: nn.Module, blocks: Sequence[Any], policy: FsdpPolicy, *, keeps_last: bool) -> None:
-    """Applies these settings again after the first forward, if blocks run in another order than they are registered."""
+    """Applies prefetching again after the first forward, if the blocks ran in another order than registered."""
     if not keeps_last and policy.prefetch == 1:
         return
     order: dict[Any, None] = {}
@@ -258,11 +260,11 @@ def _follow_order(root: nn.Module, blocks: Sequence[Any], policy: FsdpPolicy, *,
 
 
 def _chooses_modules(unit: nn.Module, *, besides: Collection[nn.Module]) -> bool:
-    """Whether a unit may run other parameters for other rows, as experts do, modules of their own or stacked in one
-    parameter: then a rank reduces zeros for those it has not run.
+    """Whether a unit may use different parameters for different rows, such as experts, so that a rank must reduce zeros
+    for unused ones.
 
     Args:
-        besides: modules in it that belong to other units.
+        besides: modules inside that belong to other units.
     """
     for module in unit.modules():
         if module in besides:
@@ -277,7 +279,7 @@ def _chooses_modules(unit: nn.Module, *, besides: Collection[nn.Module]) -> bool
 
 
 def _is_plain_embedding(module: nn.Module) -> bool:
-    """Whether it only looks rows up, so that its gradient does not depend on its weight."""
+    """Whether the module is a plain lookup, whose gradient does not depend on its weight."""
     forwards = {each.__name__ for each in type(module).__mro__ if "forward" in vars(each) and each is not nn.Module}
     return (
         isinstance(module, nn.Embedding)
@@ -287,11 +289,11 @@ def _is_plain_embedding(module: nn.Module) -> bool:
 
 
 def check_data_parallelism(model: nn.Module, policy: FsdpPolicy, mesh: Mesh) -> None:
-    """Raises where a model cannot be given to FSDP2 by this policy.
+    """Checks that FSDP2 can shard a model by this policy.
 
     Raises:
-        UnsupportedError: the policy asks for what this torch or device does not have, or a parameter has a hook for its
-            gradient, which FSDP2 would never call.
+        UnsupportedError: the policy needs a feature that this torch or device lacks, or a parameter has a gradient
+            hook, which FSDP2 would never call.
     """
     if mesh.data_mesh is None:
         return

@@ -1,4 +1,4 @@
-"""Head counts on attention modules: a module's counts must be those of the heads it computes with."""
+"""Sets head counts on attention modules to the number of this rank's heads."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _ALIGNED = 8
 
 
 class LocalConfig:
-    """A module's view of the model's config with some values of its own; everything else is the config's.
+    """A module's view of the model's config, with some values replaced.
 
-    Some attention forwards read head counts from `self.config`. The config itself is shared by the unsplit model, is
-    saved with it, and never changes.
+    Some attention forwards read head counts from `self.config`. The model's config itself is shared and saved, so it
+    must not change.
     """
 
     def __init__(self, config: Any, **values: Any) -> None:
@@ -63,7 +63,9 @@ def apply_local_attributes(modules: Mapping[str, nn.Module], attributes: Mapping
 
 
 def apply_expert_widths(modules: Mapping[str, nn.Module], parameters: Mapping[str, ParameterPlan]) -> None:
-    """Lets stacked experts of which a rank has rows that no grouped product can read run one after another."""
+    """Makes stacked experts run one after another if a rank's part has strides that the grouped product does not
+    support.
+    """
     for fqn, planned in parameters.items():
         owner, placement = parent_of(fqn), planned.placement
         module = modules[owner]

@@ -1,4 +1,4 @@
-"""Loading: each rank reads exactly the boxes it owns from a Hugging Face checkpoint into a split meta model."""
+"""Loads weights: each rank reads exactly its parts of a Hugging Face checkpoint into a split meta model."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def find_weights(
     is_guess: bool = False,
     key_mapping: Mapping[str, str] | None = None,
 ) -> Resolution:
-    """What the checkpoint has for each parameter and persistent buffer of `model`, which is not split yet.
+    """Matches the checkpoint's tensors to each parameter and persistent buffer of `model`, which is not split yet.
 
     Args:
-        allowed: what the checkpoint may lack, or hold that the model does not have.
+        allowed: allowed differences between the checkpoint and the model.
         is_guess: whether neither the user nor the checkpoint names the model's class.
-        key_mapping: as for `from_pretrained`: patterns of checkpoint keys to their replacements.
+        key_mapping: see `from_pretrained`: patterns of checkpoint keys to their replacements.
 
     Raises:
         LoadError: the checkpoint does not cover the model, or a conversion fails.
@@ -61,14 +61,14 @@ def load_weights(
     *,
     dtype: torch.dtype | None,
 ) -> None:
-    """Fills the parameters and persistent buffers that the checkpoint has; the others stay on the meta device.
+    """Fills the parameters and persistent buffers that the checkpoint has; others stay on the meta device.
 
     Args:
-        resolution: what `find_weights` found there, before the model was split.
-        dtype: of floating-point parameters; each keeps the checkpoint's where None.
+        resolution: result of `find_weights` before the model was split.
+        dtype: dtype of floating-point parameters; None keeps the checkpoint's.
 
     Raises:
-        LoadError: this rank's part of the checkpoint holds NaN, or tied tensors differ there.
+        LoadError: this rank's part of the checkpoint contains NaN, or tied tensors differ there.
 
     Communicates: nothing.
     """
@@ -93,9 +93,9 @@ def _resolve(
     shapes: Mapping[str, tuple[int, ...]],
     key_mapping: Mapping[str, str] | None,
 ) -> Resolution:
-    """What the checkpoint has for the model, without a prefix of all its keys if that fits more of the model.
+    """Matches the checkpoint's tensors to the model, without a common prefix of all keys if that matches more.
 
-    DistributedDataParallel, torch.compile and Lightning save under names that begin with their own attribute.
+    DistributedDataParallel, torch.compile and Lightning save names with such a prefix.
     """
     found = resolve_keys(model, index, shapes, key_mapping=key_mapping)
     # Names sort by their beginnings, so what the first and the last have in common is common to all.
@@ -113,7 +113,7 @@ def _resolve(
 
 
 def _check_numbers(sums: Mapping[str, tuple[Tensor, Tensor]], index: CheckpointIndex) -> None:
-    """A sum is NaN if an element is, which is quick to see; or if there are infinities of both signs."""
+    """Raises if a tensor contains NaN. A sum is NaN if an element is, or if there are infinities of both signs."""
     broken = [fqn for fqn, (value, total) in sums.items() if math.isnan(float(total)) and bool(value.isnan().any())]
     if broken:
         raise LoadError(
@@ -138,14 +138,14 @@ def _read(fqn: str, lazy: LazyTensor, registry: Registry, dtype: torch.dtype) ->
 def _dtype_of(
     fqn: str, stored: torch.dtype, wanted: torch.dtype | None, kept: Mapping[str, torch.dtype]
 ) -> torch.dtype:
-    """The dtype a tensor is loaded in: the one asked for, except where the model keeps float32."""
+    """Dtype in which a tensor is loaded: the requested one, unless the model keeps this tensor in float32."""
     if wanted is None or not stored.is_floating_point:
         return stored
     return next((dtype for pattern, dtype in kept.items() if re.search(pattern.replace("*", ".*"), fqn)), wanted)
 
 
 def _check_ties(resolution: Resolution, registry: Registry) -> None:
-    """Names that the model ties must hold the same values where a checkpoint has both; each rank compares its part."""
+    """Raises if tied names differ in a checkpoint that has both. Each rank compares its part."""
     for alias, other in resolution.duplicates.items():
         canonical = registry.tied.get(alias, registry.tied.get(other))
         entry = registry.entries.get(canonical or "")

@@ -1,8 +1,8 @@
-"""From the meta device to real values: random initialisation that is the same for every layout.
+"""Initializes meta tensors with random values that are the same for every layout.
 
-transformers initialises in one stream of random numbers, and all weights at once. Here the tensors that a module owns
-have a stream of their own, seeded by the module's name, and are made unsplit, one module's at a time, before each rank
-keeps its part (see [Note: recorded construction]). So the values depend on the seed alone.
+transformers draws all weights from one random stream. Here each module has its own stream, seeded by the module's name.
+A module's tensors are made unsplit, one module at a time, before each rank keeps its part (see [Note: recorded
+construction]). So the values depend only on the seed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def put_tensor(model: nn.Module, registry: Registry, fqn: str, value: Tensor) -> None:
-    """Puts `value` into the model as parameter or buffer `fqn`, under every name that this rank's stages use for it.
+    """Sets parameter or buffer `fqn` of the model to `value`, under every name that this rank's stages use for it.
 
     Args:
         value: this rank's part, any dtype; cast to the dtype in which the model keeps it.
@@ -58,7 +58,7 @@ def put_tensor(model: nn.Module, registry: Registry, fqn: str, value: Tensor) ->
 
 
 def record_missing(model: PreTrainedModel, construction: Construction, stored: Collection[str]) -> dict[str, Tensor]:
-    """Has an unsplit meta model initialise the tensors that `stored` does not name; returns those by name."""
+    """Makes an unsplit meta model initialize the tensors that are not in `stored`; returns them by name."""
     missing = {fqn: value for fqn, value in _named_tensors(model) if fqn not in stored}
     needed = set(map(id, missing.values()))
     for _, value in _named_tensors(model):
@@ -75,11 +75,11 @@ def initialize_missing(
     """Gives every tensor that is still on the meta device its initial value, on the mesh's device.
 
     Args:
-        construction: of the model before it was split.
-        unsplit: what `record_missing` returned then.
+        construction: recorded construction of the unsplit model.
+        unsplit: result of `record_missing`.
 
     Raises:
-        UnsupportedError: neither the model's constructor nor its `_init_weights` gives a parameter a value.
+        UnsupportedError: neither the constructor nor `_init_weights` gives a parameter a value.
 
     Communicates: nothing.
     """
@@ -104,19 +104,18 @@ def initialize_missing(
 
 
 def attributes_of(model: nn.Module) -> dict[str, Tensor]:
-    """The meta tensors that modules keep as plain attributes, neither parameters nor buffers, by FQN in the base."""
+    """Meta tensors that modules hold as plain attributes (neither parameters nor buffers), by FQN in the base."""
     return {fqn_of(place.base, own): value.detach() for place, own, value in _meta_attributes(model)}
 
 
 def initialize_attributes(
     model: nn.Module, construction: Construction, unsplit: Mapping[str, Tensor], *, device: torch.device, seed: int
 ) -> None:
-    """Gives the plain attributes that are still on the meta device the values that constructors gave them: tables of
-    positions, that no checkpoint holds and nobody splits.
+    """Computes the plain tensor attributes that are still on the meta device, such as tables of positions.
 
     Args:
-        construction: of the model before it was split.
-        unsplit: what `attributes_of` returned then.
+        construction: recorded construction of the unsplit model.
+        unsplit: result of `attributes_of`.
 
     Raises:
         UnsupportedError: an attribute has no value.
@@ -144,7 +143,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def draw_values(construction: Construction, tensors: list[Tensor], stream: str) -> list[Tensor]:
-    """The initial values of recorded tensors, what is random in them from a stream of that name, `SEED/MODULE`."""
+    """Initial values of recorded tensors; random numbers come from the stream called `stream` ("SEED/MODULE")."""
     digest = hashlib.sha256(stream.encode()).digest()
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)

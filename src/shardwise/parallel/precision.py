@@ -1,4 +1,4 @@
-"""Mixed precision where FSDP2 does not provide it; see [Note: cast where it is read] in `shardwise.runtime.casting`."""
+"""Mixed precision without FSDP2; see [Note: cast where it is read] in `shardwise.runtime.casting`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["apply_precision"]
 
 
 def apply_precision(model: nn.Module, registry: Registry, precision: Precision | None) -> None:
-    """Makes a split model compute in the dtype that `precision` says, in place. Communicates nothing.
+    """Makes a split model compute in the dtype of `precision`, in place. Communicates nothing.
 
-    Over the data axes FSDP2 does it (see `apply_data_parallelism`), as the registry says, for what it holds.
+    FSDP2 casts the parameters that it shards (see `apply_data_parallelism`).
     """
     registry.precision = precision
     if precision is None:
@@ -45,7 +45,7 @@ def apply_precision(model: nn.Module, registry: Registry, precision: Precision |
 
 
 def _narrow_frozen(model: nn.Module, registry: Registry, compute: torch.dtype) -> None:
-    """Keeps what is not trained as it is computed with: no update needs more of it."""
+    """Stores frozen parameters in the dtype of computation, because they are never updated."""
     for name, parameter in model.named_parameters():
         is_wider = parameter.is_floating_point() and parameter.dtype.itemsize > compute.itemsize
         if is_wider and not parameter.requires_grad:
@@ -54,7 +54,10 @@ def _narrow_frozen(model: nn.Module, registry: Registry, compute: torch.dtype) -
 
 
 def _cast_what_is_kept_in_full(model: nn.Module, registry: Registry, casting: Casting) -> None:
-    """Casts the parameters that every data rank holds all of, but scalars, which change no other tensor's dtype."""
+    """Casts the parameters that every data rank holds in full.
+
+    Scalars stay: they do not change the dtype of results.
+    """
     for name, module in model.named_modules():
         fqns = {own: f"{name}.{own}" if name else own for own in _floats(module)}
         kept = [own for own, fqn in fqns.items() if registry.entry(fqn).data is DataHandling.ALL_REDUCE]

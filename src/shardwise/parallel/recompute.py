@@ -1,11 +1,11 @@
-"""Recomputation (activation checkpointing): blocks that are computed again in backward instead of kept.
+"""Activation checkpointing: blocks that are recomputed in backward.
 
 # [Note: recomputation]
-A recomputed module checkpoints its own forward. What hangs on the module from outside, FSDP2's gathering and the edges
-of sequence parallelism, is not repeated: in backward FSDP2 has gathered the unit already when its forward runs again.
-What happens inside is repeated, collectives of tensor parallelism included (they are kept where the mode is
-"selective" or "alternate"), and random numbers are drawn from the restored state, so dropout is the same. Caches of
-keys would grow twice; training forwards build none (see `caches.py`).
+A recomputed module checkpoints its own forward. Hooks on the module itself, such as FSDP2's gathering and the edges of
+sequence parallelism, are not repeated: FSDP2 has already gathered the unit in backward. Everything inside is repeated,
+including collectives of tensor parallelism (the modes "selective" and "alternate" keep their results). Random numbers
+come from the restored state, so dropout is the same. Caches of keys would grow twice, so training forwards build none
+(see `caches.py`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ _ATTENTIONS = frozenset(
 
 
 class _StatefulCheckpoint:
-    """A checkpoint whose second run is given the state of the forward that it belongs to: others may have run since."""
+    """Checkpoint function whose recomputation uses the forward state of its own forward. Other forwards may have run
+    since.
+    """
 
     def __init__(self, run: Callable[..., Any], registry: Registry, *, is_region: bool = False) -> None:
         self.run, self.context, self.casting, self.is_region = run, registry.context, registry.casting, is_region
@@ -69,21 +71,23 @@ class _StatefulCheckpoint:
 
 
 class Recomputed:
-    """Mixin: keeps the inputs of its forward and computes it again in backward."""
+    """Mixin of a module that saves the inputs of its forward and recomputes it in backward."""
 
     _checkpoint: _StatefulCheckpoint
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's own forward, checkpointed where a gradient is wanted."""
+        """Runs the module's forward, checkpointed if gradients are enabled."""
         own: Callable[..., Any] = super().forward  # type: ignore[misc]
         return self._checkpoint(own, *args, **kwargs) if torch.is_grad_enabled() else own(*args, **kwargs)
 
 
 def apply_recomputation(model: nn.Module, registry: Registry, recompute: Recompute, names: Sequence[str]) -> None:
-    """Makes the modules called `names` (`find_recomputed`) compute their forward again in backward, in place. What
-    transformers itself runs again (`gradient_checkpointing_enable`, before or after) belongs to its own forward, too.
+    """Makes the modules called `names` (`find_recomputed`) recompute their forward in backward, in place.
 
-    Communicates: nothing; a recomputed forward repeats what it communicates.
+    transformers' own checkpointing (`gradient_checkpointing_enable`, before or after) also gets the right forward
+    state.
+
+    Communicates: nothing; a recomputed forward repeats its communication.
     """
     for module in model.modules() if registry.context.tp.size > 1 or registry.casting is not None else ():
         own = vars(module)
@@ -100,16 +104,16 @@ def apply_recomputation(model: nn.Module, registry: Registry, recompute: Recompu
 def _enable_resuming(
     model: PreTrainedModel, registry: Registry, *, gradient_checkpointing_func: Any = checkpoint, **options: Any
 ) -> None:
-    """`PreTrainedModel._set_gradient_checkpointing`, with a function that resumes."""
+    """`PreTrainedModel._set_gradient_checkpointing` with a checkpoint function that restores the forward state."""
     function = _StatefulCheckpoint(gradient_checkpointing_func, registry)
     type(model)._set_gradient_checkpointing(model, gradient_checkpointing_func=function, **options)
 
 
 def find_recomputed(model: nn.Module, stacks: Sequence[LayerStack], recompute: Recompute) -> tuple[str, ...]:
-    """The names of the modules of an unsplit model that `recompute` asks for.
+    """Names of the modules of an unsplit model that `recompute` selects.
 
     Raises:
-        ConfigError: a pattern names no module, one module is inside another, or the model has no attention to name.
+        ConfigError: a pattern matches no module, one module is inside another, or the model has no attention to select.
     """
     if recompute.mode in ("none", "budget"):  # a budget is kept by what compiles
         return ()
@@ -147,7 +151,7 @@ def _run_selectively(kept: Callable[[], Any], own: Callable[..., Any], *args: An
 
 
 def _keep_expensive(every: int) -> Any:
-    """Contexts that keep collectives, attention, and every n-th matrix product."""
+    """Checkpoint contexts that keep the results of collectives, attention, and every n-th matrix product."""
     counts = {True: 0, False: 0}
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -1,4 +1,4 @@
-"""Sequence parallelism: where the hidden states are split along the sequence and gathered again.
+"""Sequence parallelism: splits the hidden states along the sequence and gathers them again.
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198).
 """
@@ -17,7 +17,7 @@ __all__ = ["apply_sequence_parallelism"]
 
 
 def apply_sequence_parallelism(model: nn.Module, registry: Registry) -> None:
-    """Splits the sequence over the layer stack that the plan names, if it names one. Communicates nothing."""
+    """Splits the sequence over the stacks of layers that the plan names. Communicates nothing."""
     plan, context = registry.plan.sequence, registry.context
     if plan is None:
         return

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: makes a model compute stage by stage, and releases the parameters of foreign stages."""
+"""Pipeline parallelism: makes a model run stage by stage, and removes the parameters of other stages."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ __all__ = ["apply_stages", "build_local_stages", "finish_placeholders"]
 
 
 def apply_stages(model: nn.Module, registry: Registry) -> None:
-    """Makes `model` the stages of this rank, if `registry.plan.pipeline` cuts it into any: see `build_local_stages`."""
+    """Turns `model` into this rank's stages if `registry.plan.pipeline` cuts it; see `build_local_stages`."""
     plan = registry.plan.pipeline
     if plan is not None:
         registry.stages = build_local_stages(model, plan, own=plan.stages_on(registry.mesh.coord("pp")))
 
 
 def finish_placeholders(registry: Registry, compute_dtype: torch.dtype | None) -> None:
-    """Gives absent parameters what the present ones have where they are used: the mesh's device, the dtype of the
-    computation, and of those inside of layers the shape of this tp rank's part, but where a module is given and returns
-    full features. Communicates nothing.
+    """Sets device, dtype and local shape of the placeholders of other stages' parameters. Communicates nothing.
+
+    The shape is this tp rank's part for parameters inside of layers, except in modules that receive and return full
+    features.
     """
     stages, mesh = registry.stages, registry.mesh
     if stages is None:
@@ -59,7 +60,9 @@ def finish_placeholders(registry: Registry, compute_dtype: torch.dtype | None) -
 
 
 def _of_full_features(registry: Registry) -> set[str]:
-    """The modules whose own code, with their full weights, is given and returns what the split ones do."""
+    """Modules that receive and return the same tensors split or unsplit, so that their own code may run with full
+    weights.
+    """
     plan = registry.plan
     split_here = {name for name, style in plan.modules.items() if style == "rowwise_split_input"}
     return split_here | {region.fqn for region in plan.regions if region.edge == "gather"}
@@ -74,9 +77,7 @@ def _note_slices(stages: Stages, registry: Registry) -> None:
 
 
 def _note_split_segments(stages: Stages, registry: Registry) -> None:
-    """Finds the segments before which the first layer of a stack has split the sequence, and its last one not yet
-    gathered it.
-    """
+    """Records the segments that begin while the hidden states are split along the sequence."""
     sequence = registry.plan.sequence
     ends = {stack.fqn: stack.items for stack in registry.plan.stacks}
     splits = {ends[stack][0]: stack for stack in sequence.stacks} if sequence is not None else {}
@@ -89,8 +90,9 @@ def _note_split_segments(stages: Stages, registry: Registry) -> None:
 
 
 def build_local_stages(model: nn.Module, plan: PipelinePlan, *, own: Collection[int]) -> Stages:
-    """Makes `model` the stages `own`, in place; names stay. Foreign parameters go: they use no memory, and
-    `named_parameters()` no longer has them. Communicates nothing.
+    """Turns `model` into the stages `own`, in place; names stay. Communicates nothing.
+
+    Parameters of other stages are removed: they take no memory, and `named_parameters()` does not list them.
     """
     stages = Stages(own=tuple(own), model=model, plan=plan)
     layers = set(plan.order.calls)
@@ -114,8 +116,8 @@ def build_local_stages(model: nn.Module, plan: PipelinePlan, *, own: Collection[
 
 
 def _drop_foreign_parameters(model: nn.Module, stages: Stages, runs: Callable[[str], bool]) -> None:
-    """Puts absent parameters in the places of foreign ones, and keeps them ready for those of modules that run in
-    foreign segments.
+    """Replaces the parameters of other stages by placeholders. Keeps them for modules that run in other stages'
+    segments.
     """
     first: dict[int, str] = {}
     names: dict[tuple[nn.Module, str], list[str]] = {}

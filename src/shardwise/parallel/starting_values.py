@@ -1,4 +1,4 @@
-"""Models on the meta device that start as their modules do."""
+"""Initializes meta models by their modules' `reset_parameters`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ __all__ = ["allocate_meta", "initialize_meta"]
 
 
 def initialize_meta(model: nn.Module) -> None:
-    """Gives a model on the meta device the values that its modules start with, on the CPU, in place: drawn from torch's
-    generator, which must be seeded alike on every rank. A real model stays as it is.
+    """Initializes a meta model on the CPU, in place. A real model is not changed.
+
+    Draws from torch's default generator, which must be seeded alike on every rank.
 
     Raises:
-        UnsupportedError: a module with meta tensors of its own cannot say how they start (`reset_parameters`).
+        UnsupportedError: a module with meta tensors has no `reset_parameters`.
     """
     if not any(value.is_meta for value in (*model.parameters(), *model.buffers())):
         return
@@ -50,8 +51,9 @@ def _take_values(module: nn.Module, fresh: nn.Module) -> None:
 
 
 def allocate_meta(model: nn.Module, device: torch.device | str = "cpu") -> None:
-    """Gives meta parameters and buffers memory with undefined values, in place; what is real stays as it is. Unlike
-    `Module.to_empty`, shared parameters stay shared, and parameters keep their attributes.
+    """Allocates meta parameters and buffers with undefined values, in place. Real tensors stay.
+
+    Unlike `Module.to_empty`, shared parameters stay shared, and parameters keep their attributes.
     """
     new: dict[int, nn.Parameter] = {}
     for module in list(model.modules()):

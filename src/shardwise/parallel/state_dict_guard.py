@@ -1,4 +1,4 @@
-"""Guards a model's state dict, so that a rank's part is never taken for the full tensor."""
+"""Guards `state_dict()`, so that a rank's part is never taken for the full tensor."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _RESIZE = "resize the unsplit model before shardwise.parallelize, or export and 
 
 
 def guard_state_dict(model: nn.Module, registry: Registry) -> None:
-    """Makes `state_dict()` refuse where tp splits parameters or other stages hold some, and `load_state_dict` take this
-    rank's parts of full tensors.
+    """Makes `state_dict()` raise if tp or pp splits the model, and `load_state_dict` take this rank's parts of full
+    tensors.
 
-    What only the data axes shard is left as the `DTensor` it is, which says so itself. Every module that owns such a
-    parameter refuses, so `model.model.state_dict()` does too.
+    Parameters that only the data axes shard stay `DTensor`s. Every module that owns a split parameter raises, so
+    `model.model.state_dict()` raises too.
     """
     _keep_tied(model)
     if registry.mesh.shape.world_size == 1:
@@ -60,7 +60,7 @@ def guard_state_dict(model: nn.Module, registry: Registry) -> None:
 
 
 def local_state_dict(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """`state_dict()` of a split model with this rank's parts, for whoever saves and loads rank by rank."""
+    """`state_dict()` of a split model with this rank's parts, for code that saves and loads per rank."""
     registry = registry_of(model)
     before, registry.reads_names = registry.reads_names, True
     try:
@@ -70,8 +70,8 @@ def local_state_dict(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, A
 
 
 def _split(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Replaces full tensors in a state dict that is about to be loaded by this rank's parts, and leaves out what other
-    stages hold.
+    """Replaces full tensors in a state dict that is being loaded by this rank's parts, and removes those of other
+    stages.
     """
     entries = named_entries(module)
     if any(entry.stage_coords for entry in entries.values()):
@@ -80,7 +80,7 @@ def _split(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) ->
 
 
 def _choose_names(module: nn.Module, state: dict[str, Any], prefix: str, entries: Mapping[str, ParameterEntry]) -> None:
-    """Leaves those names in `state` by which this rank's stages know parameters."""
+    """Keeps only the names in `state` under which this rank's stages know parameters."""
     given = {id(entry): state[f"{prefix}{name}"] for name, entry in entries.items() if f"{prefix}{name}" in state}
     held = {name for name, value in module.named_parameters(remove_duplicate=False) if entry_of(value) is not None}
     for name, entry in entries.items():
@@ -90,9 +90,7 @@ def _choose_names(module: nn.Module, state: dict[str, Any], prefix: str, entries
 
 
 def _keep_tied(model: nn.Module) -> None:
-    """Makes names that have one parameter share the last one that `load_state_dict(assign=True)` has put in its place:
-    it gives each name in the state dict a parameter of its own.
-    """
+    """Restores ties after `load_state_dict(assign=True)`, which gives each name its own parameter."""
     tied: list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = []
 
     def before(module: nn.Module, *_: Any) -> None:
@@ -116,7 +114,7 @@ def _keep_tied(model: nn.Module) -> None:
 
 
 def _keep_ties(*args: Any, **kwargs: Any) -> None:
-    """Nothing is left to tie: stages know what they share, and hold one of the two at most."""
+    """Replaces `tie_weights` in a model with stages: stages already share what is tied."""
 
 
 def _refuse(what: str, fix: str, *args: Any, **kwargs: Any) -> NoReturn:

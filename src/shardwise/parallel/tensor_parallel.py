@@ -1,4 +1,4 @@
-"""Tensor parallelism: reduces parameters to this rank's part and makes the modules compute with it."""
+"""Tensor parallelism: reduces parameters to this rank's part, and makes modules compute with it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _HEAD_COUNTS = ("num_attention_heads", "encoder_attention_heads", "decoder_atten
 
 
 def split_parameters(model: nn.Module, registry: Registry) -> None:
-    """Replaces every split parameter's values by this rank's part (of a meta parameter, its shape), in place.
+    """Replaces the values of every split parameter by this rank's part (for a meta parameter, its shape), in place.
 
     Parameters keep their identity, so tied ones stay tied, and own their storage.
     """
@@ -50,7 +50,7 @@ def split_parameters(model: nn.Module, registry: Registry) -> None:
 
 
 def check_tensor_parallelism(model: nn.Module, plan: SplitPlan) -> None:
-    """Raises `UnsupportedError` where an embedding that the plan splits over its vocabulary rewrites its rows."""
+    """Raises `UnsupportedError` if the plan splits an embedding by vocabulary that changes its rows (`max_norm`)."""
     for name, style in plan.modules.items() if plan.tp_size > 1 else ():
         embedding = unwrapped(model.get_submodule(name))
         if style == "embedding_rowwise" and getattr(embedding, "max_norm", None) is not None:
@@ -63,7 +63,7 @@ def check_tensor_parallelism(model: nn.Module, plan: SplitPlan) -> None:
 
 
 def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> None:
-    """Changes the forward of the modules the plan names. Parameters are split already. Communicates nothing."""
+    """Changes the forward of the modules in the plan. Parameters are split already. Communicates nothing."""
     plan, context = registry.plan, registry.context
     modules = dict(model.named_modules())
     for module in modules.values():
@@ -99,7 +99,7 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> None:
 
 
 def _install_outputs(model: nn.Module, plan: SplitPlan, context: SplitContext) -> None:
-    """Lets every transformers model in the model return full tensors, those of its own stacks of layers."""
+    """Makes every transformers model inside the model return full hidden states and attention weights."""
     owners = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
     stacks = plan.sequence.stacks if plan.sequence is not None else ()
     around = {stack: nearest(stack, owners) or "" for stack in stacks}
@@ -118,7 +118,7 @@ def _install_outputs(model: nn.Module, plan: SplitPlan, context: SplitContext) -
 
 
 def _leave(plan: SplitPlan, module: str, context: SplitContext) -> RegionExit:
-    """How a region is left at `module`."""
+    """The end of a region at `module`."""
     return RegionExit(
         edge=edge_of(context, plan.stack_of(module)),
         defers=module in plan.fused_reductions,
@@ -127,7 +127,7 @@ def _leave(plan: SplitPlan, module: str, context: SplitContext) -> RegionExit:
 
 
 def _names_of(inputs: Iterable[str], module: str) -> set[str]:
-    """The names of those inputs that are the module's."""
+    """Names of the inputs that belong to `module`."""
     return {name.rpartition(".")[2] for name in inputs if parent_of(name) == module}
 
 
@@ -148,7 +148,7 @@ def _install_local(modules: Mapping[str, nn.Module], plan: SplitPlan, context: S
 
 
 def _apply_style(module: nn.Module, name: str, registry: Registry, *, leave: RegionExit | None) -> None:
-    """Args: leave: how a region is left at the module; None where one around it is left at its own output."""
+    """Args: leave: end of a region at this module; None if a surrounding region ends at its own output."""
     plan, context = registry.plan, registry.context
     style, split = plan.modules[name], _split_of(registry, name)
     if style == "all_reduce":

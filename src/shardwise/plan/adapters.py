@@ -1,12 +1,12 @@
-"""Adapters (LoRA): what they put around and into a model, as values, and how their parameters divide.
+"""Adapters (LoRA): how their parameters are split.
 
 # [Note: the base's plan]
-A model with adapters is planned by the names of its base, as if that stood alone: wrapped modules go by the name of
-what they wrap. What is decided is then said by the names that the model has, and each adapter divides as its base does
-(docs/decisions/0019): over output features (a column) A stays in full and B has the base's rows; over input features
-(a row), or rows of a vocabulary, A has the base's columns and B, in full, multiplies partial sums, which the base's own
-sum completes. What stays in full has partial gradients. Adapters of a base in full stay in full, with gradients like
-its own.
+A model with adapters is planned by the names of its base, as if the base stood alone; a wrapped module has the name of
+the base module. The decisions are then translated to the model's names, and each adapter is split like its base
+(docs/decisions/0019). Base split over output features (a column): A is kept in full, B is split like the base's rows.
+Base split over input features (a row), or over rows of a vocabulary: A is split like the base's columns, and B, kept in
+full, multiplies partial sums, which the base's own sum completes. Parameters kept in full have partial gradients.
+Adapters of an unsplit base stay unsplit, with gradients like the base's.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _IN_FULL = 'replicate the module that they adapt with the style "replicate", or 
 
 
 def with_adapters(plan: SplitPlan, facts: ModelFacts) -> SplitPlan:
-    """`plan`, which was resolved for the base, by the names of the model, with its adapters' parameters.
+    """Translates `plan`, resolved for the base, to the model's names, and adds the adapters' parameters.
 
     Raises:
-        PlanError: an adapter cannot be split as its base is; lists all.
+        PlanError: an adapter cannot be split like its base; lists all.
     """
     adapters = facts.adapters
     if adapters is None:
@@ -57,11 +57,11 @@ def with_adapters(plan: SplitPlan, facts: ModelFacts) -> SplitPlan:
 
 
 def stages_with_adapters(pipeline: PipelinePlan | None, facts: ModelFacts) -> PipelinePlan | None:
-    """`pipeline`, cut from the base alone, by the names of the model: adapters are used where what they adapt is.
+    """Translates `pipeline`, cut from the base alone, to the model's names. Adapters are used where their base is.
 
     Raises:
-        PlanError: what crosses a cut is found inside of a module of which copies are trained, or an adapter reads the
-            full weight where that has several names, and so perhaps several stages.
+        PlanError: a tensor that crosses a cut comes from inside a module with trained copies, or an adapter reads the
+            full weight of a tied parameter, which may belong to several stages.
     """
     adapters = facts.adapters
     if adapters is None or pipeline is None:
@@ -100,10 +100,10 @@ def plan_adapter(adapted: Adapted, base: ParameterPlan, *, tp_size: int) -> dict
     """Plans how tp splits the parameters of the adapters around one weight. Returns plans by FQN.
 
     Args:
-        base: the plan of the weight.
+        base: plan of the weight.
 
     Raises:
-        PlanError: they read the full weight, or it is split along neither of its features.
+        PlanError: the adapters read the full weight, or the weight is split along neither of its features.
     """
     split = base.placement
     if not isinstance(split, Split):
@@ -140,7 +140,7 @@ def _planned(parameter: AdapterParameter, placement: Placement, gradient: str, t
 
 
 def _renamed(plan: SplitPlan, adapters: AdapterFacts) -> SplitPlan:
-    """Everything that the plan says of modules, by the names that these have in the model."""
+    """The plan with the modules' names in the model with adapters."""
     names = _Names(adapters)
     weights = {each.module: each.weight for each in adapters.adapted if each.weight.endswith(".weight")}
     head = plan.head
@@ -173,10 +173,10 @@ def _renamed(plan: SplitPlan, adapters: AdapterFacts) -> SplitPlan:
 
 
 class _Names:
-    """Where modules of the base are in the model.
+    """Maps the base's module names to the model's.
 
-    What computes with an adapted weight is the module around both, which has the base's name. Of a module of which
-    copies are saved there are several, which compute by themselves.
+    The wrapper around an adapted weight has the name of the base module. A module with trained copies
+    (`modules_to_save`) maps to several modules, which compute independently.
     """
 
     def __init__(self, adapters: AdapterFacts) -> None:
@@ -188,7 +188,7 @@ class _Names:
             yield from (module,) if module in self._adapted else self._instances.get(module, (module,))
 
     def inside(self, names: Iterable[str]) -> Iterable[str]:
-        """The same of what is a module's own: its attributes, inputs and parameters."""
+        """Maps names of attributes, inputs and parameters inside modules."""
         for name in names:
             owner = nearest(parent_of(name), self._instances)
             if owner is None:

@@ -1,26 +1,24 @@
-"""What pipeline and data axes do to a decided model: which stages hold a parameter, which parameters FSDP2 shards and
-how, and what it gathers together.
+"""Adds the pipeline and data axes to a plan: stages of parameters, sharding by FSDP2, and FSDP units.
 
 # [Note: units]
-FSDP2 gathers the parameters of a unit together when its module is called, and frees them after it. Units are the
-outermost layers, the input embedding and the output head; what is left, final norms
-and small tables, stays with the model itself, from whose first use to its last they are needed anyway. Modules that
-share a parameter are one unit: it is gathered before the first of them runs and freed after the last.
+FSDP2 gathers the parameters of a unit together before its module runs, and frees them afterwards. Units are the
+outermost layers, the input embedding and the output head. Other parameters, such as final norms and small tables,
+belong to the model itself: they are needed from its first use to its last. Modules that share a parameter form one
+unit, gathered before the first of them runs and freed after the last.
 
-A parameter that cannot be split along its first dim is kept in full on every data rank, and the gradient phase sums its
-gradient: scalars, key/value heads that tp ranks hold at different places (their parts would no longer be
-aligned), and what has another dtype than most of its unit (transformers keeps routers and norms in float32), since
-FSDP2 reduces the gradients of a unit in one buffer.
+A parameter that cannot be sharded along its first dim is replicated on every data rank, and the gradient phase sums its
+gradient. These are scalars; key/value heads that tp ranks hold at different positions (their shards would not be
+aligned); and parameters with another dtype than most of their unit (transformers keeps routers and norms in float32),
+since FSDP2 reduces a unit's gradients in one buffer.
 
-Layers that run only for batches with images or sound are no units: a data rank whose rows have none would not gather
-them while the others do. They stay with the model, which gathers them on every rank, and gradients of zeros are reduced
-where a rank has not run them ([Note: parameters that no rank used]).
+Layers that run only for batches with images or sound are no units: a data rank without such rows would not gather them
+while others do. They belong to the model, which gathers them on every rank. A rank that did not run them reduces zeros
+([Note: parameters that no rank used]).
 
 # [Note: units of stages]
-Each stage of a pipeline is a root of its own for FSDP2, so a parameter that two stages of one rank use (a tied
-embedding under a schedule that comes back to the first rank) is kept in full too, and so is one that belongs to no
-unit and whose owner, such as the base model, holds what other stages or units have: no module that is a stage's alone
-could be given to its root.
+Each pipeline stage is an FSDP2 root. So a parameter that two stages of one rank use (a tied embedding under a schedule
+that returns to the first rank) is replicated too. So is a parameter outside of units whose module, such as the base
+model, also holds parameters of other stages: no module of one stage alone could be given to its root.
 """
 
 from __future__ import annotations
@@ -53,11 +51,11 @@ def with_data_axes(
     conditional: Collection[str] = (),
     dtypes: Mapping[str, str] | None = None,
 ) -> SplitPlan:
-    """`plan`, which was resolved over tp alone, on a mesh of `shape`, cut into the stages of `pipeline`.
+    """Adds the data axes and pipeline stages of a mesh of `shape` to `plan`, which was resolved for tp alone.
 
     Args:
-        units, conditional: as in `find_units`.
-        dtypes: of the parameters that are trained, by their names.
+        units, conditional: see `find_units`.
+        dtypes: dtypes of the trained parameters by name.
     """
     plan = replace(plan, shape=shape, units=find_units(facts, units, conditional=conditional), pipeline=pipeline)
     kept = _kept_in_full(plan) if pipeline is not None and shape.data_size > 1 else frozenset()
@@ -76,7 +74,7 @@ def _over_stages(planned: ParameterPlan, plan: SplitPlan) -> ParameterPlan:
 
 
 def _kept_in_full(plan: SplitPlan) -> frozenset[str]:
-    """The parameters that no stage's FSDP2 root can hold; see [Note: units of stages]."""
+    """Parameters that no stage's FSDP2 root can hold; see [Note: units of stages]."""
     assert plan.pipeline is not None
     stages: dict[str, set[int]] = {}
     inside: dict[str, set[tuple[int, ...]]] = {}
@@ -100,7 +98,7 @@ def _kept_in_full(plan: SplitPlan) -> frozenset[str]:
 
 
 def _of_rarer_dtypes(plan: SplitPlan, dtypes: Mapping[str, str]) -> frozenset[str]:
-    """The parameters that have another dtype than most elements of their unit."""
+    """Parameters with another dtype than most elements of their unit."""
     unit_of = {module: unit for unit in plan.units for module in unit}
     groups: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for fqn, dtype in dtypes.items():
@@ -128,7 +126,7 @@ def _over_data(planned: ParameterPlan, shape: MeshShape, *, in_full: bool) -> Pa
 
 
 def _are_replicas_aligned(placement: object) -> bool:
-    """Whether copies that tp ranks hold of the same elements have the same place, so that splitting leaves them so."""
+    """Whether several tp ranks hold copies of an element at the same position, so that sharding keeps them aligned."""
     if not isinstance(placement, Split) or placement.dim != 0:
         return True
     return all(
@@ -140,10 +138,10 @@ def _are_replicas_aligned(placement: object) -> bool:
 def find_units(
     facts: ModelFacts, chosen: Sequence[str] | None = None, *, conditional: Collection[str] = ()
 ) -> tuple[tuple[str, ...], ...]:
-    """What is gathered together, in order of registration, without the rest that belongs to the model itself.
+    """FSDP units in order of registration, without the parameters that belong to the model itself.
 
     Args:
-        chosen: patterns of the modules' names, instead of those above (see `FsdpPolicy`).
+        chosen: patterns of the units' names (see `FsdpPolicy`); None: the default units.
         conditional: layers that run only for some batches.
 
     Raises:
@@ -169,7 +167,7 @@ def find_units(
 
 
 def _chosen(patterns: Sequence[str], modules: Sequence[str]) -> list[str]:
-    """The modules that match, without those inside of others."""
+    """The modules that match a pattern, without modules inside of others."""
     idle = [pattern for pattern in patterns if not any(match(pattern, module) for module in modules)]
     if idle:
         raise ConfigError(
@@ -180,10 +178,10 @@ def _chosen(patterns: Sequence[str], modules: Sequence[str]) -> list[str]:
 
 
 def _ends(facts: ModelFacts) -> Iterator[str]:
-    """The input embedding and the output head.
+    """Yields the input embedding and the output head.
 
-    An embedding whose weight gives the logits, too, is used where no call of it gathers it: it stays with the model. So
-    does one that has other rows than the head.
+    An embedding whose weight also makes the logits is used where no call of the embedding gathers it, so it belongs to
+    the model. So does one with other rows than the head.
     """
     ends = [end for end in (not facts.embedding_gives_logits and facts.embedding, facts.head) if end]
     rows = {facts.modules[end].parameters["weight"][0] for end in ends if "weight" in facts.modules[end].parameters}

@@ -1,4 +1,4 @@
-"""What is decided for a model, as one frozen value: how every parameter is stored, what every module does."""
+"""The decided plan of a model as one frozen value: storage of every parameter, role of every module."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["NormFormula", "ParameterPlan", "SplitPlan", "split_share"]
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterPlan:
-    """One parameter.
+    """Plan of one parameter.
 
     Attributes:
-        layout: how every axis of the mesh stores it; what tp does comes first.
-        gradient: "full" where every rank computes the complete gradient of what it holds, "partial" where the ranks'
-            gradients must be summed over tp (see [Note: partial inside]).
-        data: "" where there are no data axes, "managed" where FSDP2 keeps the parameter as a `DTensor` over them,
-            "reduced" where every data rank holds all of it and we sum its gradient.
-        stages: the coordinates on pp that hold it, ascending; a tied parameter may have several.
+        layout: storage over every axis of the mesh; tp comes first.
+        gradient: "full" if every rank computes the complete gradient of its part, "partial" if the ranks' gradients
+            must be summed over tp (see [Note: partial inside]).
+        data: "" without data axes, "managed" if FSDP2 shards it as a `DTensor`, "reduced" if every data rank holds all
+            of it and the gradient phase sums its gradient.
+        stages: pp coordinates that hold it, ascending; a tied parameter may have several.
     """
 
     fqn: str
@@ -42,29 +42,29 @@ class ParameterPlan:
 
     @property
     def shape(self) -> Shape:
-        """Of the full tensor."""
+        """Shape of the full tensor."""
         return self.layout.shape
 
     @property
     def placement(self) -> Placement:
-        """Over the tp axis."""
+        """Placement over the tp axis."""
         return self.layout.placement("tp") or Replicate()
 
 
 def split_share(planned: Iterable[ParameterPlan]) -> float:
-    """Elements of split parameters over elements of all."""
+    """Share of the elements that belong to split parameters."""
     sizes = [(math.prod(parameter.shape), isinstance(parameter.placement, Split)) for parameter in planned]
     return sum(size for size, is_split in sizes if is_split) / max(1, sum(size for size, _ in sizes))
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormFormula:
-    """What a norm computes.
+    """Formula of a norm.
 
     Attributes:
         centered: whether it subtracts the mean.
         offset: added to the weight.
-        gate: where its second input, through a SiLU, multiplies: "before" or "after" normalising, "none" without one.
+        gate: where the second input, through a SiLU, multiplies: "before" or "after" normalizing; "none" without one.
     """
 
     centered: bool
@@ -74,28 +74,28 @@ class NormFormula:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitPlan:
-    """A model's plan with nothing left to decide.
+    """A fully resolved plan of a model.
 
     Attributes:
         parameters: canonical FQN to its plan; tied aliases are left out.
         regions: in model order, outermost only.
-        modules: FQN to the style of the modules whose forward changes.
-        heads: attention module to its heads before and after the split.
+        modules: FQN of every module whose forward changes, to its style.
+        heads: FQN of every attention module, to its heads before and after the split.
         head: the output embedding if its logits are split over the vocabulary.
         sequence: where hidden states are split along the sequence; None without sequence parallelism.
-        attributes: FQN of every attribute that counts what is split, to this rank's value.
+        attributes: FQN of every attribute that counts split features, to this rank's value.
         inputs: FQN of every input of which a rank uses its own part, to (dim, number of all heads).
         residual_inputs: FQNs of inputs that bypass their regions.
-        local_sizes: FQNs of inputs from which their modules read the size of a rank's part of their features.
-        fused_reductions: FQN of a module whose partial sum is deferred to another module, to that one's.
-        added: FQNs of the parameters of which every rank adds its share to a partial sum.
-        tied: alias FQN of every tied parameter to its canonical FQN.
-        units: FQNs of the modules that data parallelism gathers together (see [Note: units]).
-        norms: FQN of every norm over split features, to what it computes.
-        pipeline: how the model is cut into stages; None without pp.
-        weights: FQN of every module that computes with a weight of another module's, to the weight's: what adapters are
-            around.
-        work: what a token costs in the unsplit model.
+        local_sizes: FQNs of inputs from which their modules read the size of a rank's part of the features.
+        fused_reductions: FQN of a module that leaves its partial sum to another module, to the other module's FQN.
+        added: FQNs of parameters that are added to a partial sum, of which every rank adds its share.
+        tied: alias FQN of every tied parameter, to its canonical FQN.
+        units: FQNs of the modules that form each FSDP unit (see [Note: units]).
+        norms: FQN of every norm over split features, to its formula.
+        pipeline: the pipeline stages; None without pp.
+        weights: FQN of every module that computes with another module's weight, such as an adapter's wrapper, to the
+            weight's FQN.
+        work: cost of a token in the unsplit model.
     """
 
     shape: MeshShape
@@ -121,7 +121,7 @@ class SplitPlan:
     work: TokenWork = field(default_factory=TokenWork)
 
     def names_held(self, coord: int) -> frozenset[str]:
-        """The names, tied aliases by their own, under which the ranks at `coord` of pp hold parameters."""
+        """Names, including tied aliases, under which the ranks at pp coordinate `coord` hold parameters."""
         if self.pipeline is None:
             return frozenset((*self.parameters, *self.tied))
         return frozenset().union(*(self.names_of_stage(stage) for stage in self.pipeline.stages_on(coord)))
@@ -131,7 +131,7 @@ class SplitPlan:
         return frozenset(name for name, stages in self._stages_of_names.items() if stage in stages)
 
     def stages_holding(self, name: str) -> tuple[int, ...]:
-        """The stages that hold a parameter under this name of its; none where nothing does so."""
+        """Stages that hold a parameter under this name; empty if none does."""
         return self._stages_of_names[name]
 
     @functools.cached_property
@@ -141,9 +141,9 @@ class SplitPlan:
 
     @property
     def tp_size(self) -> int:
-        """Ranks along tp."""
+        """Number of tp ranks."""
         return self.shape.tp_size
 
     def stack_of(self, module: str) -> str | None:
-        """The stack of layers of whose sequence `module` is given a part."""
+        """The stack of layers inside which `module` receives a part of the sequence; None if it receives all of it."""
         return self.sequence.stack_of(module) if self.sequence is not None else None

@@ -1,4 +1,4 @@
-"""The plan as a table: what happens to each kind of parameter, what is replicated and why, the share of bytes split."""
+"""The plan as a table: split of each kind of parameter, replicated ones and why, share of bytes split."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _HEADER = ("parameter", "x", "shape", "placement", "gradient", "style", "from")
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """A resolved plan for people to read; `str` is the table.
+    """A resolved plan in readable form; `str` is the table.
 
     Attributes:
-        collectives: what a microbatch's step communicates, as counted, in words.
-        memory: what a rank keeps from step to step, in words; may be empty.
-        stages: of a pipeline, in words, a line for each rank of pp.
+        collectives: the counted communication of one microbatch, in words.
+        memory: memory that a rank keeps between steps, in words; may be empty.
+        stages: pipeline stages in words, one line per pp rank.
     """
 
     plan: SplitPlan

@@ -1,4 +1,4 @@
-"""What is known of single families of models: corrections to their declared plans, which are proved. Data only."""
+"""Corrections to declared plans of single model families. Data only; every correction is proved."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["CORRECTIONS", "PROVED", "SINGLE_FSDP_UNIT"]
 
 
 def _plan(reason: str, **styles: str) -> Plan:
-    """Rules on modules of every layer; a name has `__` for a dot."""
+    """Rules for modules of every layer; `__` in a name stands for a dot."""
     rules = {f"**.layers.*.{name.replace('__', '.')}": style for name, style in styles.items()}
     return Plan(tuple(ParameterRule(name, style, source="family", reason=reason) for name, style in rules.items()))
 

@@ -1,4 +1,4 @@
-"""How the feature dims of a block divide among tp ranks: by heads in attention, in plain runs elsewhere."""
+"""Splits feature dims of a block among tp ranks: by heads in attention, in plain runs elsewhere."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["check_heads", "feature_split", "local_heads", "qkv_split"]
 
 
 def _is_legal(heads: Heads, tp_size: int) -> bool:
-    """Whether query heads divide among `tp_size` ranks and key/value heads divide or replicate evenly."""
+    """Whether query heads divide among `tp_size` ranks, and key/value heads divide or replicate evenly."""
     kv = heads.num_key_value_heads
     return heads.num_heads % tp_size == 0 and (kv % tp_size == 0 or tp_size % kv == 0)
 
 
 def check_heads(heads: Heads, tp_size: int) -> tuple[str, str] | None:
-    """Why `heads` cannot be divided among `tp_size` ranks and what to do, None if they can."""
+    """Reason and remedy if `heads` cannot be divided among `tp_size` ranks; None if they can."""
     if _is_legal(heads, tp_size):
         return None
     reasons = []
@@ -32,7 +32,7 @@ def check_heads(heads: Heads, tp_size: int) -> tuple[str, str] | None:
 
 
 def local_heads(heads: Heads, tp_size: int) -> Heads:
-    """The heads one rank computes with."""
+    """The heads of one rank."""
     return Heads(
         num_heads=heads.num_heads // tp_size,
         num_key_value_heads=max(1, heads.num_key_value_heads // tp_size),
@@ -41,10 +41,10 @@ def local_heads(heads: Heads, tp_size: int) -> Heads:
 
 
 def feature_split(dim: int, size: int, *, heads: Heads | None, tp_size: int) -> Split:
-    """The split of a feature dim of `size`: by query heads, by key/value heads, or in plain runs without heads.
+    """Split of a feature dim of `size`: by query heads, by key/value heads, or in plain runs without heads.
 
     Raises:
-        PlanError: the size is no multiple of the number of heads, or leaves a rank with nothing.
+        PlanError: `size` is no multiple of the number of heads, or a rank would have nothing.
     """
     if heads is None:
         if size < tp_size:
@@ -66,7 +66,7 @@ def feature_split(dim: int, size: int, *, heads: Heads | None, tp_size: int) -> 
 
 
 def qkv_split(dim: int, size: int, *, heads: Heads | None, tp_size: int) -> Split:
-    """The split of a fused `[q | k | v]` dim, every section by its own heads.
+    """Split of a fused `[q | k | v]` dim, each section by its own heads.
 
     Raises:
         PlanError: the module has no known heads, or the sections do not add up to `size`.

@@ -1,4 +1,4 @@
-"""Which rules of a plan govern which names of a model, and whether the plan is for this model at all."""
+"""Matches the rules of a plan to the names of a model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _Kind = TypeVar("_Kind", bound=Rule)
 
 @dataclass(frozen=True, kw_only=True)
 class MatchedRules:
-    """The rule that governs each name, by section, in the model's order; names that no rule matches are left out.
+    """The rule that governs each name, by section, in the model's order. Names without a rule are left out.
 
     Attributes:
-        parameters: of modules and parameters.
-        regions: of modules; a module that is kept in full is no region.
-        sequence: of modules and parameters.
+        parameters: rules of modules and parameters.
+        regions: rules of modules; a module that is kept in full is no region.
+        sequence: rules of modules and parameters.
     """
 
     parameters: Mapping[str, ParameterRule] = field(default_factory=dict)
@@ -35,10 +35,10 @@ class MatchedRules:
 
 
 def match_rules(plan: Plan, facts: ModelFacts) -> MatchedRules:
-    """Matches every rule with the names that its section is about.
+    """Matches every rule with the names of its section.
 
     Raises:
-        PlanError: rules whose source is `user` match nothing. All are reported, with the nearest existing names.
+        PlanError: rules of the user (source `user`) match nothing. Reports all, with the nearest existing names.
     """
     fit = _MatchedRules(plan, facts)
     users = [rule for rule, names in fit.names.items() if not names and rule.source == "user"]
@@ -56,7 +56,7 @@ def match_rules(plan: Plan, facts: ModelFacts) -> MatchedRules:
 
 
 class _MatchedRules:
-    """A plan beside a model: `names` has for every rule what it matches."""
+    """A plan matched to a model: `names` maps every rule to its matches."""
 
     def __init__(self, plan: Plan, facts: ModelFacts) -> None:
         modules = [name for name in facts.modules if name]
@@ -80,7 +80,7 @@ class _MatchedRules:
         return {name: found[name] for name in self.known[kind] if name in found}
 
     def nothing_matched(self, rules: list[Rule]) -> PlanError:
-        """The error for rules of the user's that match nothing."""
+        """Error for user rules that match nothing."""
         num_names = len({name for names in self.known.values() for name in names})
         return PlanError(
             "a rule matches nothing" if len(rules) == 1 else f"{len(rules)} rules match nothing",
@@ -99,12 +99,12 @@ class _MatchedRules:
 
 
 def rules_without_names(plan: Plan, facts: ModelFacts) -> tuple[Rule, ...]:
-    """The rules of a plan that match nothing in the model that `facts` describe."""
+    """The rules of a plan that match nothing in the model."""
     return tuple(rule for rule, names in _MatchedRules(plan, facts).names.items() if not names)
 
 
 def check_weight(name: str, rule: ParameterRule, facts: ModelFacts) -> PlanError | None:
-    """The error where a rule that splits governs a module without a parameter of its own."""
+    """Error for a rule that splits a module without a parameter of its own; None if there is no error."""
     module = facts.modules.get(name)
     if module is None or module.parameters or not rule.splits:
         return None

@@ -1,4 +1,4 @@
-"""Patterns over FQNs: `*` is one component, `**` any number of them, none included."""
+"""Patterns over FQNs: `*` is one component, `**` any number of components, including none."""
 
 import difflib
 import functools
@@ -16,16 +16,16 @@ def match(pattern: str, fqn: str) -> bool:
 
 
 def star_numbers(fqn: str) -> str:
-    """`fqn` with `*` for every component that is a number: one name for what all layers have."""
+    """`fqn` with `*` for every numeric component: one name for the same module of all layers."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", fqn)
 
 
 class Matcher:
-    """The names of a model, ready to be matched.
+    """Index of a model's names for matching.
 
-    Layers differ only in their numbers, so there are few distinct names beside these: a pattern is matched with one
-    name for all that are alike, and with each only where it has numbers itself. A plan over 10^5 names takes well under
-    a second.
+    Layers differ only in their numbers, so there are few distinct names apart from numbers. A pattern is matched with
+    one name of each kind, and with every name only if it contains numbers. A plan over 10^5 names takes well under a
+    second.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -34,14 +34,14 @@ class Matcher:
             self._alike.setdefault(star_numbers(name), []).append(name)
 
     def governed(self, pattern: str) -> set[str]:
-        """The names that `pattern` matches, and the `weight` and `bias` of those that are modules."""
+        """The names that `pattern` matches, and the `weight` and `bias` of matching modules."""
         matches = _compiled(pattern, leaves=r"(?:weight\.|bias\.)?").fullmatch
         starred = _compiled(star_numbers(pattern), leaves=r"(?:weight\.|bias\.)?").fullmatch
         found = {name for kind, names in self._alike.items() if starred(_ended(kind)) for name in names}
         return found if star_numbers(pattern) == pattern else {name for name in found if matches(_ended(name))}
 
     def nearest(self, pattern: str) -> list[str]:
-        """Patterns like `pattern` that match something."""
+        """Patterns similar to `pattern` that match something."""
         names = dict.fromkeys(self._alike)
         if pattern.startswith("**."):
             depth = pattern.count(".")
@@ -56,5 +56,5 @@ def _compiled(pattern: str, *, leaves: str = "") -> re.Pattern[str]:
 
 
 def _ended(fqn: str) -> str:
-    """Every component with a dot after it. The model itself has the empty name: no component."""
+    """`fqn` with a dot after every component. The model itself has the empty name: no component."""
     return f"{fqn}." if fqn else ""

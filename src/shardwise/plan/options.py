@@ -1,4 +1,4 @@
-"""What a user may choose besides the layout and the plan: frozen values, checked when they are made."""
+"""Options of a user besides layout and plan: frozen values, checked when they are created."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ _RECOMPUTED = ("none", "full", "attention", "selective", "alternate", "budget")
 class FsdpPolicy:
     """How parameters, gradients and optimizer states are stored along `fsdp` and `ddp` (FSDP2; ZeRO, arXiv 1910.02054).
 
-    Parameters, gradients and optimizer states are sharded over `fsdp` in every stage; the stages differ in how long
-    what was gathered or not yet reduced is kept:
+    All are sharded over `fsdp` in every stage. The stages differ in how long gathered parameters and unreduced
+    gradients are kept:
 
         stage   parameters are gathered       gradients are reduce-scattered
         3       for each forward and backward of a unit, freed in between   after every microbatch
         2       once a step, kept until the last backward                   after every microbatch
         1       once a step, kept until the last backward                   once a step, after the last microbatch
 
-    A unit is a block, the embedding, the head (with the embedding where they are tied), or what is left of the model.
+    A unit is a block, the embedding, the head (with the embedding if they are tied), or the rest of the model.
 
     Attributes:
         zero_stage: 1, 2 or 3.
-        units: patterns of the names of the modules that are units, instead of layers, embedding and head; with none,
-            `()`, the whole model is one. Modules that share a parameter are one unit in any case.
-        keep_last_block: at stage 3, do not free the last block between its forward and its backward, which follow each
-            other.
-        prefetch: how many units ahead parameters are gathered, forward and backward. 1 is what FSDP2 does by itself.
+        units: patterns of the names of the modules that are units, instead of layers, embedding and head. With `()` the
+            whole model is one unit. Modules that share a parameter always form one unit.
+        keep_last_block: at stage 3, keep the last block gathered between its forward and its backward, which follow
+            each other.
+        prefetch: how many units ahead parameters are gathered, in forward and backward. FSDP2's own default is 1.
         cpu_offload: keep parameters, gradients and optimizer states in host memory; each unit is copied to the device
             when it is used.
-        gradient_divide_factor: what gradients are divided by on the wire, against overflow of narrow dtypes; by
-            default the number of data ranks. `TrainStep` multiplies the loss by it, so results do not depend on it.
-        separate_reduce_group: reduce gradients on a communicator of their own, next to the one that gathers parameters
-            (torch 2.13).
+        gradient_divide_factor: divisor of gradients during reduction, against overflow of narrow dtypes. Default: the
+            number of data ranks. `TrainStep` multiplies the loss by it, so results do not depend on it.
+        separate_reduce_group: reduce gradients on a separate communicator from the one that gathers parameters (torch
+            2.13).
         symmetric_memory: communicate through NCCL's symmetric memory (CUDA, torch 2.13).
 
     Raises:
-        ConfigError: a value is none of those named.
+        ConfigError: a value is invalid.
     """
 
     zero_stage: int = 3
@@ -76,25 +76,25 @@ class FsdpPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The dtypes of training (mixed precision, arXiv 1710.03740).
+    """Dtypes of mixed-precision training (arXiv 1710.03740).
 
-    The default keeps float32 parameters, which the optimizer updates, computes in bfloat16 and sums gradients in
-    float32. What is frozen when the model is split is kept in the dtype of computation, if that is narrower, and cannot
-    be trained later. Over the data axes FSDP2 gathers parameters in the dtype of computation; on one data rank they are
-    cast where they are used. Inputs of the model and of every unit are cast too.
+    By default parameters are float32, computation is bfloat16, and gradients are summed in float32. Parameters that are
+    frozen when the model is split are stored in the dtype of computation, if it is narrower, and cannot be trained
+    later. Over the data axes FSDP2 gathers parameters in the dtype of computation; on one data rank they are cast on
+    use. Inputs of the model and of every unit are cast too.
 
     Attributes:
-        params: of parameters, gradients and optimizer states at rest.
-        compute: of forward and backward. With "float16" `TrainStep` scales the loss, by as much as gradients bear.
-        reduce: of gradients while they are summed over the data axes.
-        nonfinite: what an optimizer from `build_optimizer` does where some gradient is infinite or NaN, decided on all
-            ranks alike: "raise" an error, also for a `TrainStep`'s loss, "skip" the step, or "ignore" it and step. With
-            "float16" an overflow is skipped in any case, and the loss scaled less. On GPUs fused optimizers leave a
-            step out without asking the device (others ask once a step); the error comes at the next step, or the next
-            save, and until then every step is left out, so that the weights are those before the first bad one.
+        params: dtype of stored parameters, gradients and optimizer states.
+        compute: dtype of forward and backward. With "float16" `TrainStep` uses dynamic loss scaling.
+        reduce: dtype of gradients during reduction over the data axes.
+        nonfinite: what an optimizer from `build_optimizer` does if a gradient is infinite or NaN; all ranks decide
+            alike. "raise": raise an error, also for the loss of a `TrainStep`. "skip": skip the step. "ignore": take
+            the step. With "float16" an overflow always skips the step and lowers the loss scale. On GPUs fused
+            optimizers skip a step without synchronizing (others synchronize once a step). The error is raised at the
+            next step or save, and every step until then is skipped, so the weights are those before the first bad step.
 
     Raises:
-        ConfigError: a value is none of those named.
+        ConfigError: a value is invalid.
     """
 
     params: str = "float32"
@@ -116,26 +116,26 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
-    """What forward does not keep and backward computes again (activation checkpointing, arXiv 1604.06174).
+    """Activation checkpointing (arXiv 1604.06174): what forward does not keep and backward recomputes.
 
-    Blocks are the modules in the model's lists of modules; a block that is recomputed keeps its inputs alone.
+    Blocks are the items of the model's module lists. A recomputed block keeps only its inputs.
 
         "none"        everything is kept
-        "full"        blocks are computed again, collectives of tensor parallelism included
-        "attention"   attention modules are, whose memory may grow with the square of the sequence
-        "selective"   blocks are, except what is expensive to compute: matrix products, attention and collectives are
-        kept
-        "alternate"   as "selective", but of a block's matrix products every second is computed again
-        "budget"      of what compiled blocks would keep, torch keeps as much as `budget` allows, and chooses what
+        "full"        blocks are recomputed, including collectives of tensor parallelism
+        "attention"   attention modules are recomputed; their memory may grow with the square of the sequence
+        "selective"   blocks are recomputed except expensive operations: matrix products, attention and collectives are
+            kept
+        "alternate"   like "selective", but every second matrix product of a block is recomputed too
+        "budget"      torch chooses what compiled blocks keep, up to the share `budget` of bytes
 
     Attributes:
         mode: none, full, attention, selective, alternate or budget.
-        modules: instead of blocks, modules whose names match one of these patterns (`model.layers.*.mlp`), none
-            of them inside another.
-        budget: with mode "budget", the share of bytes, from 0 (inputs alone) to 1 (as torch.compile does by itself).
+        modules: recompute modules whose names match one of these patterns (`model.layers.*.mlp`) instead of blocks;
+            none of them inside another.
+        budget: with mode "budget", the share of bytes, from 0 (only inputs) to 1 (the default of torch.compile).
 
     Raises:
-        ConfigError: a value is none of those named, or they exclude each other.
+        ConfigError: a value is invalid, or values exclude each other.
     """
 
     mode: str = "none"
@@ -161,16 +161,16 @@ class Recompute:
 
 @dataclass(frozen=True, kw_only=True)
 class Compile:
-    """How `torch.compile` compiles each block: as one graph, or there is an error that names the line.
+    """How `torch.compile` compiles each block: as one graph. A graph break is an error that names the line.
 
     Attributes:
-        backend: of torch.compile; "inductor" needs a C++ compiler on CPUs.
-        dynamic: whether sequence lengths are left open: None compiles for the first length, and for any at the second.
-        mode: of torch.compile: "default", "reduce-overhead", "max-autotune" or "max-autotune-no-cudagraphs".
-        options: of the backend, by name, in place of a mode.
+        backend: backend of torch.compile; "inductor" needs a C++ compiler on CPUs.
+        dynamic: whether sequence lengths are dynamic. None: static for the first length, dynamic from the second on.
+        mode: mode of torch.compile: "default", "reduce-overhead", "max-autotune" or "max-autotune-no-cudagraphs".
+        options: options of the backend by name, instead of a mode.
 
     Raises:
-        ConfigError: a value is none of those named, or they exclude each other.
+        ConfigError: a value is invalid, or values exclude each other.
     """
 
     backend: str = "inductor"
@@ -189,18 +189,18 @@ class Compile:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """How a model's layers are divided into stages along `pp`, and in what order stages compute (arXiv 1811.06965,
-    2104.04473, 2401.10241, 2405.15362, 2412.19437).
+    """How layers are divided into stages along `pp`, and the schedule (arXiv 1811.06965, 2104.04473, 2401.10241,
+    2405.15362, 2412.19437).
 
     Attributes:
         schedule: "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv" or "dualpipev".
-        num_stages_per_rank: how many stages a rank holds; by default the fewest that the schedule takes.
-        layers: where stages are cut, counted over all layers in the order in which they run: the first layer of every
-            stage (`(0, 7, 15)`, beginning with 0), or the number of layers of every stage (`(7, 8, 9)`); by default
-            stages cost as equal as they can, embedding and head counted.
+        num_stages_per_rank: stages per rank. Default: the minimum of the schedule.
+        layers: the cuts, counted over all layers in the order in which they run: the first layer of every stage (`(0,
+            7, 15)`, starting with 0), or the number of layers of every stage (`(7, 8, 9)`). Default: stages of nearly
+            equal cost, including embedding and head.
 
     Raises:
-        ConfigError: a value is none of those named.
+        ConfigError: a value is invalid.
     """
 
     schedule: str = "1f1b"
@@ -222,12 +222,12 @@ class Pipeline:
 
 
 def _patterns(patterns: str | Iterable[str]) -> tuple[str, ...]:
-    """Patterns as a tuple; text is one pattern."""
+    """Patterns as a tuple; a string is one pattern."""
     return (patterns,) if isinstance(patterns, str) else tuple(patterns)
 
 
 def check_choice(what: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raises `ConfigError`, with the nearest of the choices, where the value is none of them."""
+    """Raises `ConfigError`, with the nearest choice, if `value` is not one of `choices`."""
     if value not in choices:
         raise ConfigError(
             f"{what} is {value!r}{did_you_mean(str(value), choices)}", fix=f"use one of {', '.join(choices)}"
@@ -235,13 +235,13 @@ def check_choice(what: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def check_count(what: str, value: object) -> None:
-    """Raises `ConfigError` where the value is no integer of at least 1."""
+    """Raises `ConfigError` if `value` is no integer of at least 1."""
     if type(value) is not int or value < 1:
         raise ConfigError(f"{what} is {value!r}", fix="use an integer of at least 1")
 
 
 def check_kind(what: str, value: object, kinds: Any, *, fix: str) -> None:
-    """Raises `ConfigError` where the value is of none of these types."""
+    """Raises `ConfigError` if `value` has none of the types `kinds`."""
     if not isinstance(value, kinds):
         raise ConfigError(f"{what} cannot be a {type(value).__name__}", fix=fix)
 
@@ -258,15 +258,17 @@ _GROUPS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSpec:
-    """What a user asks for besides a model and a layout: the one value that `load`, `parallelize`, `verify`, `describe`
-    and the command line make of their options, and that every step of splitting reads.
+    """A user's request besides model and layout.
+
+    `load`, `parallelize`, `verify`, `describe` and the command line build it from their options. Every step of
+    splitting reads it.
 
     Attributes:
-        plan: "auto", "declared", "derived", or rules on top of the automatic ones; see `shardwise.parallelize`.
-        sequence_parallel: split hidden states between blocks along the sequence too.
+        plan: "auto", "declared", "derived", or rules on top of the automatic plan; see `shardwise.parallelize`.
+        sequence_parallel: also split hidden states between blocks along the sequence.
         fsdp: how the data axes shard parameters, gradients and optimizer states.
-        precision: the dtypes of parameters, computation and gradient reduction; None keeps every tensor's own.
-        recompute: what backward computes again.
+        precision: dtypes of parameters, computation and gradient reduction; None keeps every tensor's dtype.
+        recompute: activation checkpointing.
         compilation: how `torch.compile` compiles every block; None runs eagerly.
         pipeline: how layers are divided into stages along pp.
 
@@ -296,7 +298,7 @@ class ParallelSpec:
 
     @classmethod
     def take(cls, options: Mapping[str, Any]) -> tuple[ParallelSpec, dict[str, Any]]:
-        """The spec that some of `options` make, of which None means the default, and the other options."""
+        """Builds a spec from some of `options`, where None means the default; returns it with the other options."""
         own = {each.name for each in fields(cls)}
         others = {name: value for name, value in options.items() if name not in own}
         return cls(**{name: options[name] for name in own & options.keys() if options[name] is not None}), others

@@ -1,4 +1,4 @@
-"""How every parameter is stored: the one place where styles become placements."""
+"""Storage of every parameter: the one place that converts styles to placements."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _INSIDE = "no rule splits it: every rank's part of the region reads all of it; i
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterRules:
-    """What decides about parameters: the rules that govern them, the regions and head around them, and the sequence.
+    """Everything that determines parameters: their rules, the regions and head around them, and the sequence.
 
     Attributes:
         head: the output embedding if it is split over the vocabulary.
@@ -40,10 +40,10 @@ class ParameterRules:
     tp_size: int
 
     def plan(self, fqn: str, shape: Shape) -> ParameterPlan:
-        """How the parameter `fqn` of (full) `shape` is stored.
+        """Plan of the parameter `fqn` with the full `shape`.
 
         Raises:
-            PlanError: its rule cannot be followed.
+            PlanError: its rule cannot be applied.
         """
         module = parent_of(fqn)
         rule = self.rules.get(fqn) or self.rules.get(module)
@@ -92,11 +92,11 @@ class ParameterRules:
 
     @functools.cached_property
     def _of_head(self) -> frozenset[str]:
-        """The head's parameters that others have, too."""
+        """The head's parameters that other modules share."""
         return frozenset(canonical for alias, canonical in self.facts.tied.items() if parent_of(alias) == self.head)
 
     def _placement_of(self, style: SplitStyle, name: str, shape: Shape, heads: Heads | None) -> Placement:
-        """The placement of a `split(...)`; a bias has the output dim of its weight."""
+        """Placement for a `split(...)` style. A bias has the output dim of its weight."""
         if style.dim >= len(shape):
             if name != "bias":
                 raise PlanError(f"it has no dim {style.dim}", why=f"its shape is {list(shape)}")
@@ -111,7 +111,7 @@ class ParameterRules:
         return feature_split(style.dim, size, heads=heads, tp_size=self.tp_size)
 
     def _gradient(self, rule: ParameterRule, fqn: str, placement: Placement) -> str:
-        """Whether a parameter's gradients differ between ranks. A split one's are complete (except its replicas')."""
+        """Returns "partial" or "full". A split parameter's gradient is full, except that of replicated heads."""
         if self.tp_size == 1 or isinstance(placement, Split):
             return "full"
         module, _, name = fqn.rpartition(".")
@@ -123,7 +123,7 @@ class ParameterRules:
         return "partial" if self.sequence is not None and self.sequence.stack_of(module) is not None else "full"
 
     def _heads_around(self, module: str) -> Heads | None:
-        """The heads of the nearest module around that has any, inside of its region."""
+        """Heads of the nearest enclosing module that has any, inside its region."""
         region = region_around(module, self.regions)
         for name in upwards(module):
             heads = self.facts.modules[name].heads
@@ -133,10 +133,10 @@ class ParameterRules:
 
 
 def complete_ties(rules: Mapping[str, ParameterRule], facts: ModelFacts) -> dict[str, ParameterRule]:
-    """`rules`, with those that tied parameters lack because only one of their modules is said to be split.
+    """Adds rules for tied parameters of which only one module is said to be split.
 
-    Embeddings and heads that share one weight are split alike. A parameter that one module splits is split for those
-    that never use it, too.
+    Embeddings and heads that share a weight are split alike. A parameter that one module splits is also split for the
+    modules that never use it.
     """
     rules = dict(rules)
     tied: dict[str, set[str]] = {}

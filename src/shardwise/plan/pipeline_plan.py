@@ -1,8 +1,8 @@
-"""What a pipeline is cut from: the layers in the order in which they run, what passes between them, who holds what.
+"""Input of pipeline cuts: the layers in the order in which they run, the tensors between them, and the stages.
 
-A *segment* is one run of a layer of the main stacks, and what the model computes between it and the next; the first one
-also holds what runs before any layer, the last one what runs after all of them. A stage is a run of segments. Segments
-are counted by calls, not by layers: a model that runs one layer again and again has as many segments as calls.
+A *segment* is one call of a layer of the main stacks, and everything the model computes until the next one. The first
+segment also holds what runs before any layer, the last one what runs after all. A stage is a run of segments. Segments
+count calls, not layers: a model that calls one layer repeatedly has as many segments as calls.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ __all__ = ["CutTensor", "LayerOrder", "PipelinePlan", "Returned"]
 
 @dataclass(frozen=True, kw_only=True)
 class CutTensor:
-    """A tensor that depends on parameters, made in one segment and used in a later one: it travels.
+    """A tensor that depends on parameters and crosses a cut: made in one segment and used in a later one.
 
     Attributes:
-        anchor: where it is found when the segment after the cut begins (see `shardwise.stages.anchors`):
-            `input:PATH` in the arguments of that layer's call, `output:FQN:NUMBER:PATH` in what call number NUMBER of
-            the module FQN returned, `glue:CALLS:NUMBER:PATH` in what an operation around the layers returned.
-        needs_gradient: whether a gradient comes back for it.
-        is_written: whether it is changed in place after the cut.
+        anchor: where the tensor is found when the segment after the cut begins (see `shardwise.stages.anchors`):
+            `input:PATH` in the arguments of that layer's call, `output:FQN:NUMBER:PATH` in the output of call NUMBER of
+            the module FQN, `glue:CALLS:NUMBER:PATH` in the output of an operation between layers.
+        needs_gradient: whether a gradient is sent back.
+        is_written: whether the tensor is changed in place after the cut.
     """
 
     anchor: str
@@ -35,12 +35,12 @@ class CutTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Returned:
-    """What a module returns, told by the arguments that look the same.
+    """Description of a module's output by arguments of the same shape and dtype.
 
     Attributes:
-        like: for every value that it returns, the name of an argument of the same shape and dtype, with `=` in front
-            where it is that argument itself; empty for None.
-        is_tuple: whether it returns a tuple, not a tensor.
+        like: for every returned value, the name of an argument of the same shape and dtype, prefixed by `=` if it is
+            that argument itself; "" for None.
+        is_tuple: whether the module returns a tuple, not a tensor.
     """
 
     like: tuple[str, ...]
@@ -49,19 +49,20 @@ class Returned:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOrder:
-    """What was seen of a model while it ran.
+    """Record of one run of a model.
 
     Attributes:
-        calls: FQN of the layer of every segment, in the order of execution; a layer that runs twice is there twice.
-        uses: FQN of every parameter, tied aliases by their own names, to the segments that compute with it under this
-            name; parameters that nothing computes with are in none.
-        cut_tensors: for every cut, before segment 1, 2, …, what crosses it.
-        returns: FQN of a module to what it returns. Who passes it through need not run it: every layer that returns
-            what looks like its arguments is here, and of the other modules those whose code asks for values.
-        shares_dropped: whether what dropout makes of tensors that depend on no parameters crosses cuts, too, so that
-            one stage draws for all of them.
-        is_chain: whether every layer is given what the one before returned and nothing else of the model's. Then
-            `cut_tensors` may be empty: they are seen in the first forward.
+        calls: FQN of the layer of every segment, in order of execution; a layer that runs twice occurs twice.
+        uses: FQN of every parameter, including tied aliases, to the segments that compute with it under this name;
+            empty for unused parameters.
+        cut_tensors: for every cut, before segment 1, 2, …, the tensors that cross it.
+        returns: FQN of a module to the description of its output. A stage may pass the output through without running
+            the module. Lists every layer whose output looks like its arguments, and other modules whose code asks for
+            values.
+        shares_dropped: whether dropout of tensors that depend on no parameters also crosses cuts, so that one stage
+            draws for all.
+        is_chain: whether every layer receives the previous layer's output and nothing else from the model. Then
+            `cut_tensors` may be empty: they are found in the first forward.
     """
 
     calls: tuple[str, ...]
@@ -72,10 +73,10 @@ class LayerOrder:
     is_chain: bool = False
 
     def starts_after(self, names: Iterable[str]) -> tuple[int, ...]:
-        """The segments with which stages begin that end with these layers, each where it runs last; 0 first.
+        """First segments of stages that end with the given layers, each at its last call; 0 comes first.
 
         Raises:
-            ConfigError: one is no layer that runs, or the last one, after which nothing is left.
+            ConfigError: a name is no layer that runs, or is the last layer.
         """
         starts = {0}
         for name in names:
@@ -92,12 +93,12 @@ class LayerOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
-    """How a model is cut into stages.
+    """Stages of a model.
 
     Attributes:
         schedule: name of the schedule (see `shardwise.schedule.build`).
-        starts: the segment with which every stage begins; the first one is 0.
-        rank_of: the coordinate on pp that holds each stage.
+        starts: first segment of every stage; the first is 0.
+        rank_of: pp coordinate that holds each stage.
     """
 
     order: LayerOrder
@@ -107,30 +108,30 @@ class PipelinePlan:
 
     @property
     def num_stages(self) -> int:
-        """Stages of all ranks."""
+        """Number of stages of all ranks."""
         return len(self.starts)
 
     def segments(self, stage: int) -> range:
-        """The segments of a stage."""
+        """Segments of a stage."""
         ends = (*self.starts[1:], len(self.order.calls))
         return range(self.starts[stage], ends[stage])
 
     def stages_on(self, coord: int) -> tuple[int, ...]:
-        """The stages that a coordinate on pp holds, in the order in which a microbatch passes them."""
+        """Stages of a pp coordinate, in the order in which a microbatch passes them."""
         return tuple(stage for stage, rank in enumerate(self.rank_of) if rank == coord)
 
     def stage_of(self, segment: int) -> int:
-        """The stage that a segment is in."""
+        """Stage that contains a segment."""
         return sum(start <= segment for start in self.starts) - 1
 
     def stages_of_names(self, names: Iterable[str], tied: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-        """The stages that hold each parameter under each of its names.
+        """Stages that hold each parameter under each of its names.
 
-        Those that compute with it under this name hold it so. Where nothing computes with a parameter under any name,
-        the first stage of its layer holds it by its first one, outside of layers the first stage.
+        A stage holds a parameter under the names with which it computes. A parameter that nothing computes with is held
+        under its first name: by the first stage of its layer, or outside of layers by the first stage.
 
         Args:
-            names: FQNs of all parameters, tied aliases included.
+            names: FQNs of all parameters, including tied aliases.
             tied: alias FQN to canonical FQN.
         """
         uses = self.order.uses
@@ -142,7 +143,7 @@ class PipelinePlan:
         return found
 
     def coord_computing(self, name: str) -> int:
-        """The coordinate on pp of the first stage that computes with a buffer, and has what a forward left in it."""
+        """Coordinate on pp of the first stage that computes with a buffer, and so has its value after a forward."""
         module = name.rpartition(".")[0]
         inside = is_within(name, self.order.calls)
         beside = (min(found) for used, found in self.order.uses.items() if found and is_within(used, (module,)))

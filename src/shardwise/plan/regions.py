@@ -1,11 +1,11 @@
-"""Where the split regions of a model are: the modules at whose edges the collectives sit.
+"""Split regions of a model: the modules at whose edges the collectives are.
 
 # [Note: partial inside]
-Inside a region every rank computes with its own heads or features, and every gradient is partial: the ranks' values add
-up to the true one. That holds for activations and for parameters alike, so one collective on the region's input settles
-all projections that read it, and a parameter replicated inside a region (a q/k norm, an MLA latent projection, a
-router, a sink) needs just one sum in the gradient phase. Nothing inside reduces on its own. This is why q, k and v cost
-one all-reduce and not three, and why no style needs special treatment for a replicated parameter.
+Inside a region every rank computes with its own heads or features, and every gradient is partial: the sum of the ranks'
+values is the true one. That holds for activations and parameters. So one collective on the region's input completes the
+gradients of all projections that read it, and a parameter that is replicated inside a region (a q/k norm, an MLA latent
+projection, a router, a sink) needs one sum in the gradient phase. Nothing inside reduces on its own. This is why q, k
+and v cost one all-reduce, not three, and why no style treats replicated parameters specially.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Region:
 
     Attributes:
         fqn: the module; its floating-point inputs enter the region.
-        edge: where the region is left: "row" at the row-split modules inside it, "output" at its own output, "gather"
-            at its own output by gathering the parts, "open" nowhere (what follows works on the split features).
+        edge: where the region ends: "row" at the row-split modules inside, "output" at its own output, "gather" at its
+            own output by gathering the parts, "open" nowhere (the following modules work on the split features).
     """
 
     fqn: str
@@ -40,14 +40,14 @@ class Region:
 def find_regions(
     facts: ModelFacts, parameters: Mapping[str, ParameterRule], given: Mapping[str, RegionRule]
 ) -> dict[str, Region]:
-    """The regions that are given, and those that column- and row-split parameters imply: FQN to region, outermost only,
-    in model order.
+    """Regions that are given, and those implied by column- and row-split parameters: FQN to region, outermost only, in
+    model order.
 
-    A column-split linear belongs to the nearest ancestor that also holds a row-split one (attention, MLP); where a
-    layer or a container that never runs itself comes first, the linear is a region of its own.
+    A column-split linear belongs to the nearest ancestor that also holds a row-split one (attention, MLP). If a layer,
+    or a container that never runs itself, comes first, the linear is its own region.
 
     Args:
-        parameters: FQN of a module or parameter to the rule that governs it; the head's is not among them.
+        parameters: FQN of a module or parameter to its rule; without the head.
     """
     edges = {"region": "row", "region_output": "output"}
     regions = {name: Region(fqn=name, edge=edges[rule.kind]) for name, rule in given.items() if rule.kind in edges}
@@ -69,7 +69,7 @@ def find_regions(
 
 
 def region_around(module: str, regions: Mapping[str, Region]) -> Region | None:
-    """The region that `module` is, or is in."""
+    """The region that `module` is or is inside of."""
     return next((regions[name] for name in upwards(module) if name in regions), None)
 
 
@@ -79,9 +79,9 @@ def find_deferred_sums(
     given: Mapping[str, RegionRule],
     regions: Mapping[str, Region],
 ) -> tuple[dict[str, str], list[PlanError]]:
-    """FQNs of modules that defer their partial sum to another module, to that one's; and what is wrong with the rules.
+    """FQNs of modules that leave their partial sum to another module, to its FQN; and the errors in these rules.
 
-    A region must be left by a sum at both.
+    Both must end a region by a sum.
     """
 
     def is_left_at(module: str) -> bool:
@@ -109,7 +109,7 @@ def find_deferred_sums(
 
 
 def _seen_from(module: str, name: str) -> Iterator[str]:
-    """What `name` may mean next to `module`: in the modules around it, from the inside out."""
+    """Yields the FQNs that `name` may mean next to `module`: in the enclosing modules, from inside to outside."""
     while module := parent_of(module):
         yield f"{module}.{name}"
 
@@ -125,7 +125,7 @@ def _enclosing(name: str, facts: ModelFacts, rows: set[str]) -> Region:
 
 
 def _widen_to_experts_block(experts: str, facts: ModelFacts, regions: dict[str, Region]) -> None:
-    """Makes the mixture-of-experts block the region, router and shared experts included, where it is a module."""
+    """Makes the mixture-of-experts block the region, including router and shared experts, if it is a module."""
     block = parent_of(experts)
     if not block or block in facts.layers or facts.modules[block].kind == "list":
         regions[experts] = Region(fqn=experts, edge="output")

@@ -1,5 +1,6 @@
-"""A plan applied to a model's facts: the decision over tp, with every problem collected and raised once, before
-anything moves.
+"""Resolves a plan against a model's facts, for tp.
+
+Collects every problem and raises once, before anything is changed.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ _MODULE_STYLES = frozenset(
 
 
 def resolve(plan: Plan, facts: ModelFacts, *, tp_size: int, sequence_parallel: bool = False) -> SplitPlan:
-    """Decides every parameter and module of the model that `facts` describe.
+    """Plans every parameter and module of the model that `facts` describe.
 
     Raises:
-        PlanError: listing every rule that cannot be followed, with the legal sizes.
+        PlanError: lists every rule that cannot be applied, with the legal sizes.
     """
     given = match_rules(plan, facts)
     if tp_size == 1:
@@ -89,7 +90,7 @@ def _vocabulary_head(given: MatchedRules, facts: ModelFacts) -> str | None:
 def _heads(
     facts: ModelFacts, given: MatchedRules, regions: Mapping[str, Region], tp_size: int
 ) -> tuple[dict[str, tuple[Heads, Heads]], dict[str, PlanError]]:
-    """The heads, full and local, of every attention with column-split projections; and why others do not divide."""
+    """Full and local heads of every attention with column-split projections; and the errors of others."""
     columns = [name for name, rule in given.parameters.items() if rule.style in COLUMN_STYLES]
     found: dict[str, tuple[Heads, Heads]] = {}
     undivided: dict[str, PlanError] = {}
@@ -107,7 +108,7 @@ def _heads(
 
 
 def _parameters(rules: ParameterRules, *, outside: list[str]) -> tuple[dict[str, ParameterPlan], list[PlanError]]:
-    """Every parameter but tied aliases; and what is wrong, where it is not inside of attentions that are wrong."""
+    """Plan of every parameter except tied aliases; and errors outside of attentions that already have one."""
     planned: dict[str, ParameterPlan] = {}
     aliases: dict[str, ParameterPlan] = {}
     problems = []
@@ -132,7 +133,7 @@ def _parameters(rules: ParameterRules, *, outside: list[str]) -> tuple[dict[str,
 
 
 def _local_attributes(facts: ModelFacts, given: MatchedRules, tp_size: int) -> tuple[dict[str, int], list[PlanError]]:
-    """A rank's values of the attributes that count what is split; and those that do not divide."""
+    """A rank's values of the attributes that count split features; and errors of those that do not divide."""
     values, problems = facts.attributes(), []
     found = {}
     for name, rule in given.attributes.items():
@@ -148,7 +149,7 @@ def _local_attributes(facts: ModelFacts, given: MatchedRules, tp_size: int) -> t
 def _split_inputs(
     facts: ModelFacts, given: MatchedRules, tp_size: int
 ) -> tuple[dict[str, tuple[int, int]], list[PlanError]]:
-    """The inputs of which ranks use parts: the dim, and how many heads there are; and those that do not divide."""
+    """Inputs of which ranks use parts, as (dim, number of heads); and errors of those that do not divide."""
     owners, problems = facts.inputs(), []
     found = {}
     for name, rule in given.inputs.items():
@@ -163,7 +164,7 @@ def _split_inputs(
 
 
 def all_problems(problems: list[PlanError]) -> PlanError:
-    """One error for all of these; the same problem of every layer is one problem."""
+    """One error for all of these. The same problem in every layer is reported once."""
     seen: dict[str, PlanError] = {}
     for problem in problems:
         seen.setdefault("".join("*" if letter.isdigit() else letter for letter in problem.summary), problem)

@@ -1,9 +1,9 @@
-"""Rules: what a plan says of parameters, regions, attributes, inputs and the sequence, a small type for each.
+"""Rules of a plan: a small type for each kind (parameters, regions, attributes, inputs, sequence).
 
 # [Note: features, not axes]
-Rules say how the features of a region divide into parts, and never over which axis of the mesh. That is decided where
-they are resolved (`shardwise.plan.parameters`), which gives the parts to the ranks of tp. Context parallelism will read
-the same rules with tokens split and weights kept in full, so no style names an axis.
+Rules say how the features of a region divide into parts, not over which axis of the mesh. `shardwise.plan.parameters`
+assigns the parts to the ranks of tp. Context parallelism will read the same rules, with tokens split and weights kept
+in full. So no style names an axis.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _OLDER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_
 
 @dataclass(frozen=True)
 class Rule:
-    """One pattern and the style of what it matches; each section of a plan has a subclass.
+    """One pattern and the style of what it matches. Each section of a plan has a subclass.
 
     Args:
-        pattern: FQNs; `*` stands for one component, `**` for any number of them, none included.
-        style: one of the section's, with its arguments.
-        source: Where the rule comes from, one word: `user`, `transformers`, `family`, `structure`, ...
-        reason: Why, in one line (white space is folded).
+        pattern: FQNs; `*` stands for one component, `**` for any number, including none.
+        style: a style of the section, with its arguments.
+        source: origin of the rule, one word: `user`, `transformers`, `family`, `structure`, ...
+        reason: the reason, in one line.
 
     Raises:
-        PlanError: the pattern is malformed, or the style none of the section.
+        PlanError: the pattern is malformed, or the section has no such style.
     """
 
     pattern: str
@@ -81,41 +81,41 @@ class Rule:
             )
 
     def _is_known(self) -> bool:
-        """Whether the style is one of the section's, with arguments that can be read."""
+        """Whether the section has the style, and its arguments can be parsed."""
         return any(_pattern(style).fullmatch(self.style) for style in self.styles)
 
     @property
     def _argument(self) -> str:
-        """What stands in parentheses, empty without."""
+        """The text in parentheses; "" without."""
         return self.style.partition("(")[2].removesuffix(")")
 
     @property
     def into(self) -> str | None:
-        """The name of the module to which the partial sum is deferred, as seen from the module that holds both.
+        """Name of the module to which the partial sum is left, relative to the module that holds both.
 
-        Where a layer adds what two blocks computed in parallel (attention and MLP, experts and shared experts), only
-        the sum of both has to be summed over ranks: the first passes on zeros and defers its sum to the second.
+        If a layer adds the outputs of two parallel blocks (attention and MLP, experts and shared experts), only their
+        total must be summed over ranks. The first block outputs zeros and leaves its sum to the second.
         """
         return self._argument if "_into(" in self.style else None
 
     @property
     def kind(self) -> str:
-        """The style without the module to which a sum is deferred."""
+        """The style without the module to which a sum is left."""
         return self.style.partition("_into(")[0]
 
     @property
     def is_for_any_size(self) -> bool:
-        """Whether it says neither single elements nor fractions, which hold for one size of a model."""
+        """Whether the rule holds for any model size: it names neither single elements nor fractions."""
         return not {";", "/"}.intersection(self.style)
 
     @property
     def meaning(self) -> str:
-        """The reason, or where none is given what the style says."""
+        """The reason; without one, the meaning of the style."""
         return self.reason or self.styles.get(self.style, self.style)
 
     @property
     def place(self) -> str:
-        """The rule as errors name it."""
+        """The rule's text in error messages."""
         return f'rule "{self.pattern}: {self.style}" ({self.source})'
 
     def __str__(self) -> str:
@@ -126,17 +126,17 @@ class Rule:
 
     @classmethod
     def of(cls, pattern: str, style: str, source: str = "user", reason: str = "") -> Rule:
-        """The rule of the section that has the style; the parameters' or the sequence's where inputs have it, too."""
+        """Rule of the section that has the style. If inputs have it too, the rule is for parameters or the sequence."""
         name = style.partition("(")[0]
         kinds = (kind for kind in SECTIONS if any(name == known.partition("(")[0] for known in kind.styles))
         return next(kinds, ParameterRule)(pattern, style, source, reason)
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """The rule that one line of a plan is: of this section, or of any where the class is `Rule` itself.
+        """Parses one line of a plan: a rule of this section, or of any section if the class is `Rule`.
 
         Raises:
-            PlanError: there is no `pattern: style`, or what it says is not a rule.
+            PlanError: the line is no `pattern: style`, or no valid rule.
         """
         body, _, comment = text.partition("#")
         pattern, colon, style = body.partition(":")
@@ -148,7 +148,7 @@ class Rule:
 
 
 class ParameterRule(Rule):
-    """How a parameter divides. On a module it governs its weight and bias, and says how it computes with them."""
+    """How a parameter divides. A rule for a module governs its weight and bias, and how it computes with them."""
 
     section: ClassVar[str] = "parameters"
     styles: ClassVar[Mapping[str, str]] = {
@@ -176,12 +176,12 @@ class ParameterRule(Rule):
 
     @property
     def split(self) -> SplitStyle | None:
-        """What a `split(...)` says. Raises `PlanError` where it is malformed."""
+        """The parsed `split(...)`; None for other styles. Raises `PlanError` if it is malformed."""
         return SplitStyle.parse(self.style) if self.style.startswith("split(") else None
 
     @property
     def splits(self) -> bool:
-        """Whether it divides anything."""
+        """Whether the style splits anything."""
         return self.style not in ("replicate", "replicated_with_grad_allreduce", "added_once")
 
 
@@ -200,7 +200,7 @@ class RegionRule(Rule):
 
 
 class AttributeRule(Rule):
-    """An integer attribute of a module that counts what is split."""
+    """An integer attribute of a module that counts split features."""
 
     section: ClassVar[str] = "attributes"
     styles: ClassVar[Mapping[str, str]] = {
@@ -209,7 +209,7 @@ class AttributeRule(Rule):
     }
 
     def divisor(self, parts: int) -> Fraction:
-        """By what the attribute is divided where features divide into so many parts."""
+        """Divisor of the attribute if features divide into `parts`."""
         return Fraction(self._argument or parts)
 
 
@@ -226,7 +226,7 @@ class InputRule(Rule):
 
     @property
     def dim(self) -> int | None:
-        """The dim of which a rank uses its part; None where it is no `split(DIM)`."""
+        """The dim of which a rank uses its part; None if the style is no `split(DIM)`."""
         return int(self._argument) if self._argument else None
 
 
@@ -242,7 +242,7 @@ class SequenceRule(Rule):
 
 @functools.cache
 def _pattern(style: str) -> re.Pattern[str]:
-    """What the texts of a style look like, whatever its argument."""
+    """Regular expression of a style's text, with any argument."""
     name, bracket, argument = style.partition("(")
     return re.compile(re.escape(name) + (_ARGUMENTS[bracket + argument] if bracket else ""))
 

@@ -1,7 +1,6 @@
-"""Where hidden states are split along the sequence: stacks of layers, and what in them needs the full sequence.
+"""Sequence parallelism in a plan: the stacks of layers that work on parts, and modules inside that need all of it.
 
-A plan may say so by rules, as derived plans do. Without such rules the one list of layers that holds split blocks is
-the stack.
+Derived plans give rules for it. Without rules, the only list of layers with split blocks is the stack.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ __all__ = ["NoStackError", "SequencePlan", "find_sequence", "stacks_with_regions
 
 
 class NoStackError(PlanError):
-    """Nothing says along which layers to split the sequence."""
+    """The layers along which to split the sequence are unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +26,8 @@ class SequencePlan:
 
     Attributes:
         stacks: FQNs of the lists of layers that work on parts of the sequence, in model order.
-        full_sequence: modules inside of them that are given the full sequence and compute alike on every rank.
-        inputs: FQNs of inputs of layers of which a rank uses its part of the sequence.
+        full_sequence: modules inside of them that receive the full sequence and compute the same on every rank.
+        inputs: FQNs of layer inputs of which a rank uses its part of the sequence.
     """
 
     stacks: tuple[str, ...] = ()
@@ -36,7 +35,7 @@ class SequencePlan:
     inputs: tuple[str, ...] = ()
 
     def stack_of(self, module: str) -> str | None:
-        """The stack of whose sequence `module` is given a part; None outside, and in what is given all of it."""
+        """The stack inside which `module` receives a part of the sequence; None if it receives all of it."""
         if is_within(module, self.full_sequence):
             return None
         return next((stack for stack in self.stacks if is_within(module, (stack,))), None)
@@ -48,11 +47,11 @@ def find_sequence(
     inputs: Mapping[str, InputRule],
     regions: Sequence[Region],
 ) -> SequencePlan:
-    """What the rules say of the sequence, or the one stack that holds split blocks where they say nothing.
+    """The rules about the sequence; without any, the only stack that holds split blocks.
 
     Raises:
-        PlanError: a rule for lists of layers governs something else; or nothing is said, and there is not just one list
-            of layers with split blocks.
+        PlanError: a rule for lists of layers matches something else; or there are no rules, and not exactly one list of
+            layers with split blocks.
     """
     stacks = {name: rule for name, rule in rules.items() if rule.style == "sequence"}
     if not stacks:

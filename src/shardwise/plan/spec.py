@@ -1,6 +1,6 @@
-"""`Plan`: what a model is split by, as a frozen value that prints and reads back.
+"""`Plan`: the rules by which a model is split, as a frozen value that can be printed and parsed.
 
-A plan as text has one rule a line under the name of its section, and says in a comment where a rule comes from:
+As text, a plan has one rule per line under the name of its section, and the rule's origin in a comment:
 
     [parameters]
     model.layers.*.self_attn.q_proj: colwise
@@ -9,7 +9,8 @@ A plan as text has one rule a line under the name of its section, and says in a 
     [inputs]
     model.layers.*.self_attn.alibi: split(1)
 
-Rules before the first section are of the one that has their style, as are those of a dictionary (transformers' plans).
+Rules before the first section belong to the section that has their style, like those of a dictionary (transformers'
+plans).
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ _FOUND_ANYWAY = frozenset({"local_params", "mla_kv_a_proj"})
 
 @dataclass(frozen=True)
 class Plan:
-    """Rules in sections; within one in rising precedence: where several match a name, the last one governs it.
+    """Rules in sections. If several rules of a section match a name, the last one governs it.
 
     Args:
-        rules: of all sections; they are kept section by section, each in the order given.
+        rules: rules of all sections; grouped by section, in the given order.
 
     Raises:
         PlanError: two rules of a section have the same pattern.
@@ -60,16 +61,18 @@ class Plan:
 
     @classmethod
     def of(cls, styles: Mapping[str, str], *, source: str = "user") -> Plan:
-        """The plan that maps patterns to style names, transformers' among them; each style belongs to a section.
+        """Plan from patterns to style names, including transformers' style names.
 
         Raises:
-            PlanError: a rule is wrong.
+            PlanError: a rule is invalid.
         """
         named = {pattern: style for pattern, style in styles.items() if style not in _FOUND_ANYWAY}
         return cls(tuple(Rule.of(pattern, style, source) for pattern, style in named.items()))
 
     def __or__(self, other: Plan) -> Plan:
-        """Both plans' rules; the other's come last and so win, and replace those of their section and pattern."""
+        """Both plans' rules. The rules of `other` come last, so they win, and replace rules of the same section and
+        pattern.
+        """
         replaced = {_place(rule) for rule in other.rules}
         return Plan((*(rule for rule in self.rules if _place(rule) not in replaced), *other.rules))
 
@@ -79,10 +82,10 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """The plan that `text` says, one rule or name of a section a line; blank and comment lines are skipped.
+        """Parses a plan, one rule or section name per line. Blank lines and comments are skipped.
 
         Raises:
-            PlanError: some lines are not rules (all are reported), or two of a section have the same pattern.
+            PlanError: lines are no rules (reports all), or two rules of a section have the same pattern.
         """
         rules: list[Rule] = []
         problems: list[str] = []
@@ -101,15 +104,15 @@ class Plan:
         return cls(tuple(rules))
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as a JSON object: a list for each section; `from_json` reads it back."""
+        """The plan as a JSON object with a list per section."""
         return {kind.section: [asdict(rule) for rule in self.section(kind)] for kind in SECTIONS}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        """The plan that `to_json` wrote as `data`.
+        """The plan from the object that `to_json` made.
 
         Raises:
-            PlanError: `data` is not such an object: a key is unknown or missing, or a value not text.
+            PlanError: `data` is no such object: a key is unknown or missing, or a value is no text.
         """
         try:
             return cls(tuple(_kind_of(name)(**rule) for name, rules in data.items() for rule in rules))

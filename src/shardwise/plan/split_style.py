@@ -1,7 +1,7 @@
-"""The style `split(...)`: a parameter split along a named dim, for what no other style's name says.
+"""The style `split(...)`: a parameter split along a named dim, for splits that no other style names.
 
-split(0)                        dim 0, by the heads of the module it is in, in plain runs outside attention
-split(1)                        dim 1 (a table of biases with one column a head)
+split(0)                        dim 0, by the heads of its module, in plain runs outside of attention
+split(1)                        dim 1 (a table of biases with one column per head)
 split(0, sections=3)            dim 0 holds three equal sections, each split on its own
 split(0; 0-16,64-80|16-32,80-96)  dim 0, exactly these elements on each rank (for one tp_size)
 """
@@ -21,11 +21,11 @@ _TEXT = re.compile(r"split\((\d+)(?:, sections=(\d+))?(?:; ([0-9,|-]+))?\)")
 
 @dataclass(frozen=True)
 class SplitStyle:
-    """What a `split(...)` style says.
+    """A parsed `split(...)` style.
 
     Attributes:
-        num_sections: how many equal sections it holds.
-        pieces: the intervals of every rank, where they are given.
+        num_sections: number of equal sections.
+        pieces: the intervals of every rank, if given.
     """
 
     dim: int
@@ -41,7 +41,7 @@ class SplitStyle:
 
     @classmethod
     def parse(cls, text: str) -> SplitStyle:
-        """The style that `text` says.
+        """Parses the style.
 
         Raises:
             PlanError: it is malformed.

@@ -1,1 +1,1 @@
-"""Proof that a split model computes what the unsplit one does."""
+"""Proves that a split model computes the same as the unsplit one."""

@@ -1,4 +1,4 @@
-"""How many collectives a layer costs: counted over tp while a step runs, forward and backward apart."""
+"""Counts the tp collectives of a layer in one step, forward and backward separately."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["LayerCollectives", "counted_layers"]
 
 @dataclass
 class LayerCollectives:
-    """What was executed inside of layers, over all of their runs; gradients that are summed after backward are not."""
+    """Collectives inside of layers, over all runs; without gradients that are summed after backward."""
 
     runs: int = 0
     forward: int = 0
@@ -31,16 +31,16 @@ class LayerCollectives:
 
     @property
     def per_run(self) -> tuple[float, float] | None:
-        """Forward and backward for one run of a layer; None where no layer was seen to run."""
+        """Collectives in forward and backward per run of a layer; None if no layer ran."""
         return (self.forward / self.runs, self.backward / self.runs) if self.runs else None
 
 
 @contextmanager
 def counted_layers(model: nn.Module, mesh: Mesh) -> Iterator[LayerCollectives]:
-    """Inside, collectives over tp in the layers of a split model are counted, on this rank.
+    """Context manager: counts this rank's tp collectives in the layers of a split model.
 
-    The backward of a layer is that of the autograd nodes between its outputs and its inputs. What splits and gathers
-    the sequence at the ends of a stack is no layer's.
+    The backward of a layer consists of the autograd nodes between its outputs and its inputs. Splitting and gathering
+    the sequence at the ends of a stack belongs to no layer.
     """
     tally, group = LayerCollectives(), mesh.group("tp")
     if not isinstance(group, dist.ProcessGroup):
@@ -61,7 +61,7 @@ def counted_layers(model: nn.Module, mesh: Mesh) -> Iterator[LayerCollectives]:
 
 
 class _Counter:
-    """The hooks: forwards are counted between a layer's two, backwards around every node that may communicate."""
+    """Hooks that count: forwards between a layer's two hooks, backwards around every node that may communicate."""
 
     def __init__(self, count: CommunicationCount, tally: LayerCollectives) -> None:
         self.count, self.tally = count, tally
@@ -95,12 +95,12 @@ class _Counter:
 
 
 def _nodes(value: Any) -> list[Any]:
-    """The autograd nodes that made the tensors of a nested value."""
+    """The autograd nodes that made the tensors in a nested value."""
     return [x.grad_fn for x in tree_leaves(value) if isinstance(x, Tensor) and x.grad_fn is not None]
 
 
 def _layers(plan: SplitPlan) -> set[str]:
-    """FQNs of the outermost layers of stacks that hold regions."""
+    """FQNs of the outermost layers that hold regions."""
     regions = [parent_of(region.fqn) for region in plan.regions]
     stacks = [each for each in plan.stacks if any(is_within(region, (each.fqn,)) for region in regions)]
     return set(outermost_layers(stacks))

@@ -1,8 +1,8 @@
-"""The random numbers that ranks draw, put together so that the full model draws the same: dropout compared exactly.
+"""Combines the ranks' random numbers for the full model, so that dropout is compared exactly.
 
-A rank draws masks for what it computes: of its own heads, of its own part of the sequence, or of what all ranks compute
-alike. Masks of parts join to the mask of the full tensor; those of what is computed alike must be equal. The full model
-that is given them must come to the same loss and gradients.
+A rank draws masks for its own heads, for its own part of the sequence, or for replicated computations. Masks of parts
+are concatenated to the mask of the full tensor; masks of replicated computations must be equal. With these masks the
+full model must have the same loss and gradients.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _UNEQUAL = "ranks draw differently for what they compute alike"
 
 
 class RecordRandom(TorchDispatchMode):
-    """Records what is drawn inside, in forward; what recomputation in backward draws again is not.
+    """Records the random tensors drawn in forward. Recomputation in backward is not recorded.
 
     Args:
-        stages: of a pipeline; what is drawn while code of other stages runs is not recorded either.
+        stages: the stages of a pipeline. Draws of other stages' code are not recorded.
 
     Attributes:
-        forwards: the drawn tensors in order, of a stage those of each of its forwards.
+        forwards: the drawn tensors in order; for a stage, those of each of its forwards.
     """
 
     def __init__(self, stages: Stages | None = None) -> None:
@@ -45,7 +45,7 @@ class RecordRandom(TorchDispatchMode):
 
     @property
     def values(self) -> list[Tensor]:
-        """All of them."""
+        """All recorded tensors."""
         return [value for drawn in self.forwards for value in drawn]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,25 +61,26 @@ class RecordRandom(TorchDispatchMode):
 
 
 def in_microbatch_order(stages: Sequence[Sequence[Sequence[Tensor]]]) -> list[Tensor]:
-    """What the stages of a pipeline drew, one a rank, as the unsplit model draws it: one microbatch after the other.
+    """The draws of a pipeline's stages, one stage per rank, in the unsplit model's order: one microbatch after the
+    other.
 
     Args:
-        stages: what each drew, by its forwards.
+        stages: the draws of each stage, by its forwards.
     """
     return [value for forwards in zip(*stages, strict=True) for drawn in forwards for value in drawn]
 
 
 class ReplayRandom(TorchDispatchMode):
-    """Gives the full model what the ranks drew, put together.
+    """Gives the full model the ranks' draws, combined.
 
     Args:
-        ranks: what `RecordRandom` recorded on each.
-        states: each rank's random state after it has drawn; none where it does not matter.
+        ranks: the records of `RecordRandom` on each rank.
+        states: each rank's random state after its draws; empty if it does not matter.
 
     Attributes:
-        problems: draws that cannot be put together, in words.
-        unequal: draws that differ where ranks compute alike, in words; the first rank's are used. They explain results
-            that differ, and are harmless otherwise: DeBERTa drops from positions that no attention reads.
+        problems: draws that cannot be combined, in words.
+        unequal: draws that differ although ranks compute the same, in words; the first rank's are used. They explain
+            differing results, and are harmless otherwise: DeBERTa drops positions that no attention reads.
     """
 
     def __init__(self, ranks: Sequence[Sequence[Tensor]], states: Sequence[Tensor]) -> None:
@@ -111,17 +112,17 @@ class ReplayRandom(TorchDispatchMode):
 
     @property
     def faults(self) -> list[str]:
-        """What is wrong with the draws where the results differ."""
+        """The problems with the draws, if the results differ."""
         return self.problems or self.unequal
 
     @property
     def num_draws(self) -> int:
-        """How often the full model has drawn."""
+        """Number of draws of the full model."""
         return self._place
 
 
 def _joined(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor | str:
-    """What the full model draws where ranks drew `parts`, or what is wrong with them."""
+    """The full model's draw for the ranks' draws `parts`, or the problem with them."""
     shapes = [list(part.shape) for part in parts]
     differing = {
         dim for each in shapes for dim in range(len(shape)) if len(each) != len(shape) or each[dim] != shape[dim]

@@ -1,4 +1,4 @@
-"""Measures a split model against the unsplit one: loss, logits, every gradient, parameters after steps, replicas."""
+"""Compares a split model with the unsplit one: loss, logits, every gradient, parameters after steps, replicas."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ class Tolerance:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The largest difference found over named tensors: where, how large, and what would have been allowed.
+    """Largest difference over named tensors, its tensor, and the allowed difference.
 
     Attributes:
-        num_compared: how many tensors were compared.
-        num_draws: how many random tensors, dropout masks for instance, both models drew alike.
+        num_compared: number of compared tensors.
+        num_draws: number of random tensors, such as dropout masks, that both models shared.
     """
 
     error: float
@@ -90,26 +90,25 @@ class Difference:
 
     @property
     def passed(self) -> bool:
-        """Whether it is allowed; NaN never is."""
+        """Whether the difference is allowed. NaN never is."""
         return self.error <= self.allowed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What `measure` found.
+    """Result of `measure`.
 
     Attributes:
-        unequal_replicas: names of parameters whose copies on different ranks are not bit-equal after the last step.
-        share_split: elements of split parameters over elements of all.
-        block_share: the same over the layers' parameters that the batch reaches.
-        collectives_per_layer: executed in the forward and in the backward of one run of a layer; None where no layer
-            was seen to run (see `shardwise.proof.counting`).
+        unequal_replicas: names of parameters whose copies on several ranks are not bit-equal after the last step.
+        share_split: share of all elements that belong to split parameters.
+        block_share: the same for the layers' parameters that the batch reaches.
+        collectives_per_layer: collectives in forward and in backward per run of a layer; None if no layer ran (see
+            `shardwise.proof.counting`).
         replicated: matrices in layers that every rank replicates, each with the reason.
         num_steps: optimizer steps after which the replicas were compared.
-        split_seconds: how long splitting took on this rank, finding the plan included.
-        in_training: loss and every gradient of a second run, with padding and dropout; None where there was none.
-        narrow: error of all gradients of a step in the dtype of the run, relative to their norm; None where
-            that dtype is the one of the proof.
+        split_seconds: time of splitting on this rank, including the search for the plan.
+        in_training: loss and every gradient of a second run with padding and dropout; None if there was none.
+        narrow: relative error of all gradients of a step in the dtype of the run; None if it is the dtype of the proof.
     """
 
     loss: Difference
@@ -128,7 +127,7 @@ class Measurement:
 
     @property
     def passed(self) -> bool:
-        """Whether the split model computes what the unsplit one does."""
+        """Whether the split model computes the same as the unsplit one."""
         differences = [value for value in vars(self).values() if isinstance(value, Difference)]
         return all(each.passed for each in differences) and not self.unequal_replicas
 
@@ -144,14 +143,13 @@ def measure(
     tolerance: Tolerance = Tolerance(),
     num_steps: int = 20,
 ) -> Measurement:
-    """Trains `unsplit` and a split copy of it on the same `batch`; every rank of `mesh` calls this with equal
-    arguments.
+    """Trains `unsplit` and a split copy on the same `batch`. Every rank of `mesh` calls this with equal arguments.
 
     Args:
-        unsplit: the model in one piece; left as it was.
+        unsplit: the unsplit model; not changed.
         step: runs forward and backward of a split model and returns the loss.
-        reference_loss: computes the unsplit model's loss; by default `loss_or_surrogate` of its output.
-        num_steps: after how many AdamW steps the replicas are compared; parameters are after three.
+        reference_loss: computes the unsplit model's loss; default: `loss_or_surrogate` of its output.
+        num_steps: number of AdamW steps after which the replicas are compared. Parameters are compared after three.
     """
     reference, start = copy.deepcopy(unsplit), time.perf_counter()
     model = split(copy.deepcopy(unsplit), mesh)
@@ -191,7 +189,9 @@ def _parameters_apart(
     num_steps: int,
     allowed: float,
 ) -> Difference:
-    """Of both models after three AdamW steps; the split one goes on to `num_steps`. Both have gradients."""
+    """Difference of both models' parameters after three AdamW steps. The split model continues to `num_steps`. Both
+    have gradients.
+    """
     reference_optimizer = torch.optim.AdamW(reference.parameters(), **OPTIMIZER)
     optimizers = reference_optimizer, build_optimizer(model, torch.optim.AdamW, **OPTIMIZER)
     parameter = Difference(error=0.0, allowed=allowed)
@@ -219,17 +219,18 @@ def measure_in_training(
     drops: bool = True,
     tolerance: Tolerance = Tolerance(),
 ) -> Difference | None:
-    """Trains a split copy of `full` with dropout for one step, and `full` with what the ranks dropped, put together;
-    the largest difference of loss and gradients, or where ranks drop what the full model could not. None where `full`
-    cannot be trained on `batch`; without dropout where it cannot be trained with it.
+    """Trains a split copy of `full` with dropout for one step, and `full` with the ranks' dropout masks combined.
+
+    Returns the largest difference of loss and gradients, or a difference that names masks that cannot be combined; None
+    if `full` cannot be trained on `batch`. Runs without dropout if `full` cannot be trained with it.
 
     Args:
         batch: one row for each forward.
-        split, step: as in `measure`.
-        loss_of: computes the loss of the full model, given what was drawn on each data rank.
-        drops: whether with dropout; without it the row is trained on in the mode that the model is in.
+        split, step: see `measure`.
+        loss_of: computes the loss of the full model, given the draws of each data rank.
+        drops: train with dropout; False: train in the model's current mode.
 
-    Communicates: what was drawn, over pp, tp and the data ranks.
+    Communicates: the draws, over pp, tp and the data ranks.
     """
     reference = training_copy(full, batch, drops=drops)
     if reference is None:
@@ -267,15 +268,15 @@ def measure_narrow(
     step: Step,
     loss_of: Callable[[nn.Module, Mapping[str, Any]], Tensor],
 ) -> Difference:
-    """Measures the relative error of all gradients of a split model that computes in `dtype`, against `exact`.
+    """Relative error of all gradients of a split model that computes in `dtype`, against `exact`.
 
     The bound is twice the error of the unsplit model in the same dtype.
 
     Args:
-        full: in float32.
+        full: the model in float32.
         exact: the same weights in float64, or in float32.
         split: splits a float32 copy so that it computes in `dtype`.
-        step, loss_of: as in `measure`.
+        step, loss_of: see `measure`.
     """
     exact, reference = copy.deepcopy(exact), copy.deepcopy(full).to(dtype)
     model = split(copy.deepcopy(full), mesh)
@@ -288,7 +289,7 @@ def measure_narrow(
 
 
 def runs_in_float64(model: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Whether a model trains in float64: grouped products of experts do not."""
+    """Whether a model trains in float64. Grouped products of experts do not support it."""
     try:
         loss_or_surrogate(copy.deepcopy(model).double()(**in_dtype(batch, torch.float64))).backward()
     except Exception:  # noqa: BLE001 - the model's own code fails in any way
@@ -297,13 +298,15 @@ def runs_in_float64(model: nn.Module, batch: Mapping[str, Any]) -> bool:
 
 
 def in_dtype(batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """A copy of the batch whose floating-point tensors are in `dtype`."""
+    """Copy of the batch with its floating-point tensors in `dtype`."""
     cast = {name: x.to(dtype) for name, x in batch.items() if isinstance(x, Tensor) and x.is_floating_point()}
     return clone_batch(batch) | cast
 
 
 def _distance(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
-    """The norm of the difference of all tensors together over the norm of the exact ones; a missing one counts as 0."""
+    """Norm of the difference of all tensors together, relative to the norm of the exact ones; a missing tensor counts
+    as 0.
+    """
     off = {name: value - found[name].to(value) if name in found else value for name, value in exact.items()}
     wrong, total = (sum(float(value.square().sum()) for value in each.values()) for each in (off, exact))
     return (wrong / max(total, 1e-30)) ** 0.5
@@ -322,7 +325,7 @@ def _replicated_matrices(planned: Mapping[str, ParameterPlan]) -> tuple[str, ...
 
 
 def _outputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What the model puts out besides its loss: logits of any name, on the CPU."""
+    """The model's outputs besides its loss, on the CPU."""
     with torch.no_grad():
         output = model(**clone_batch(batch))
     found = {}
@@ -345,7 +348,7 @@ def _full(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], relative: float, absolute: float) -> Difference:
-    """The difference that comes closest to what is allowed for it, or exceeds it most."""
+    """The difference that is largest relative to its allowed value."""
     if one_sided := sorted(found.keys() ^ expected.keys()):
         name = f"{one_sided[0]}, which only the {'split' if one_sided[0] in found else 'unsplit'} model has"
         return Difference(error=float("inf"), allowed=absolute, name=name)

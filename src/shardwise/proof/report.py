@@ -1,4 +1,4 @@
-"""The verdict of `shardwise.verify`, as a value and as a table."""
+"""Result of `shardwise.verify`, as a value and as a table."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _LABELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What proving a split found; `str` is the table.
+    """Result of proving a split; `str` is the table.
 
     Attributes:
-        subject: what was split.
-        layout: over which layout.
-        measurements: one for each rank.
-        seconds: how long the proof took.
-        not_given: images, videos and sound that the model takes and was not given, by their arguments' names.
-        without_dropout: why nothing was dropped, if nothing was.
+        subject: the model.
+        layout: its layout.
+        measurements: one per rank.
+        seconds: duration of the proof.
+        not_given: image, video and sound arguments that the model takes and did not receive.
+        without_dropout: reason why nothing was dropped, if so.
     """
 
     subject: str
@@ -42,12 +42,12 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether every rank computes what the unsplit model does."""
+        """Whether every rank computes the same as the unsplit model."""
         return all(found.passed for found in self.measurements)
 
     @property
     def share_split(self) -> float:
-        """Bytes of split parameters over bytes of all."""
+        """Share of all bytes that belong to split parameters."""
         return self.measurements[0].share_split
 
     def raise_if_failed(self) -> None:

@@ -1,1 +1,1 @@
-"""Ranks on this machine's CPU, for proofs and tests: started, given a function, asked for what it returned."""
+"""Ranks on this machine's CPU, for proofs and tests: starts processes, runs a function, returns the results."""

@@ -17,10 +17,11 @@ __all__ = ["fake_mesh"]
 
 @contextmanager
 def fake_mesh(shape: MeshShape, *, rank: int = 0) -> Iterator[Mesh]:
-    """The mesh of one rank on the CPU, whose collectives do nothing: for shapes and counts, not for values.
+    """Context manager: the mesh of one rank on the CPU, whose collectives do nothing. For shapes and counts, not for
+    values.
 
     Raises:
-        MeshError: a process group is open already.
+        MeshError: a process group is already open.
     """
     if dist.is_initialized():
         raise MeshError(

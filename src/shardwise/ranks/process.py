@@ -1,4 +1,4 @@
-"""A rank's process: forked from a server that has imported torch, transformers and this package once."""
+"""Process of a rank, forked from a server that has imported torch, transformers and this package once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STARTING = threading.Lock()
 
 
 def warm(*modules: str) -> None:
-    """Starts the fork server without waiting for its imports; `modules` are imported besides the usual ones."""
+    """Starts the fork server without waiting for its imports; it also imports `modules`."""
     # Imports ask whether there is a card. Through CUDA's runtime this would leave forks unable to use it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     pytest = [name for name in ("pytest",) if name in sys.modules]
@@ -34,7 +34,7 @@ def warm(*modules: str) -> None:
 
 
 def local_variables(world_size: int, host: str, port: int) -> dict[str, str]:
-    """Torchrun's variables for ranks that are all on this machine, besides `RANK` and `LOCAL_RANK`."""
+    """Torchrun's environment variables for ranks on this machine, except `RANK` and `LOCAL_RANK`."""
     loopback = (
         "lo0" if sys.platform == "darwin" else "lo"
     )  # gloo would resolve the host's name, which may be slow or wrong
@@ -48,7 +48,7 @@ def local_variables(world_size: int, host: str, port: int) -> dict[str, str]:
 
 
 class RankProcess:
-    """Runs `target(*args)` in a new process and session; `output` are the file descriptors of its stdout and stderr."""
+    """Runs `target(*args)` in a new process and session. `output`: the file descriptors of its stdout and stderr."""
 
     def __init__(self, target: Callable[..., object], *args: object, output: tuple[int, int]) -> None:
         with Connection(os.dup(output[0])) as out, Connection(os.dup(output[1])) as err, _without_script():
@@ -63,7 +63,7 @@ class RankProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code, minus the signal's number where a signal ended the process; None while it runs."""
+        """The exit code; a negative signal number if a signal ended the process; None while it runs."""
         return self._process.exitcode
 
     def wait(self, seconds: float) -> int | None:
@@ -88,7 +88,7 @@ def _begin(target: Callable[..., object], args: tuple[object, ...], out: Connect
 
 @contextmanager
 def _without_script() -> Iterator[None]:
-    """Hides the caller's script from multiprocessing, which would run it in every rank, needed or not."""
+    """Context manager: hides the caller's script from multiprocessing, which would run it in every rank."""
     with _STARTING:
         script = sys.modules["__main__"]
         sys.modules["__main__"] = types.ModuleType("__main__")

@@ -1,4 +1,4 @@
-"""A rank of `spawn`, from its fork to its end."""
+"""Main function of a rank of `spawn`."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Case:
     """A function call that every rank of one `spawn` runs.
 
     Attributes:
-        file: of the module; None where there is none.
-        env: the environment, except what differs between ranks.
+        file: file of the module; None if there is none.
+        env: the environment, except variables that differ between ranks.
         payload: pickled arguments, keyword arguments and warning filters, whose classes may be defined in the module.
-        seconds: after which a rank prints its stack.
+        seconds: time after which a rank prints its stack.
     """
 
     module: str
@@ -47,7 +47,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The outcome of a rank's function: its pickled result, or a failure."""
+    """Outcome of a rank's function: its pickled result, or a failure."""
 
     result: bytes = b""
     failure: Failure | None = None
@@ -105,7 +105,7 @@ _importing: list[str] = []
 
 
 def check_not_importing() -> None:
-    """Raises ConfigError where this process is a rank that still imports the module of its function."""
+    """Raises `ConfigError` if this process is a rank that is still importing the module of its function."""
     if _importing:
         raise ConfigError(
             f"{_importing[0]} starts ranks while it is imported",

@@ -60,24 +60,24 @@ def spawn(
     env: Mapping[str, str] | None = None,
     **kwargs: object,
 ) -> list[Result]:
-    """Run `fn(*args, **kwargs)` on `world_size` ranks and return their results in rank order.
+    """Runs `fn(*args, **kwargs)` on `world_size` ranks and returns their results in rank order.
 
-    Each rank finds torchrun's variables (`RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`,
+    Each rank has torchrun's variables (`RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`,
     `MASTER_PORT`), one thread (`OMP_NUM_THREADS`) and `SHARDWISE_DEVICE=cpu`, unless the caller sets another. `fn`
     joins the process group itself, through `Mesh.open`. A group that it leaves open is destroyed when all ranks have
     returned. The ranks' output is printed afterwards, or shown in the error.
 
     Args:
-        fn: a module-level function; arguments and results travel by pickle, so tensors must be on the CPU.
+        fn: a module-level function. Arguments and results are pickled, so tensors must be on the CPU.
         timeout: seconds until ranks that have not returned are killed.
-        env: variables for the ranks, over the caller's. Too late for variables that torch reads when it is imported.
+        env: additional environment variables of the ranks. Variables that torch reads at import have no effect.
 
     Raises:
-        ConfigError: `fn` is not a module-level function, or a script calls `spawn` while it is imported, without
-            `if __name__ == "__main__":`.
-        RankError: a rank exited without a result, did not return in time, or raised something that cannot be pickled.
-        Exception: whatever the first rank to fail raised, with a RankError as its `__cause__` that names the rank and
-            shows the remote traceback and output. The other ranks are killed.
+        ConfigError: `fn` is not a module-level function, or a script calls `spawn` while it is imported, without `if
+            __name__ == "__main__":`.
+        RankError: a rank exited without a result, did not return in time, or raised an error that cannot be pickled.
+        Exception: the error of the first rank to fail. Its `__cause__` is a RankError that names the rank and shows the
+            remote traceback and output. The other ranks are killed.
     """
     check_not_importing()
     if "<" in fn.__qualname__:  # <lambda>, <locals>
@@ -108,7 +108,7 @@ def spawn(
 
 
 class _Rank:
-    """A rank as its caller sees it, from its start to its end.
+    """The caller's view of a rank.
 
     Attributes:
         is_gone: whether it ended without a report.
@@ -127,7 +127,7 @@ class _Rank:
             self.process = RankProcess(run_rank, number, case, theirs, output=(output, output))
 
     def update(self) -> None:
-        """Reads the report, or notes that there will be none."""
+        """Reads the report, or records that there will be none."""
         try:
             if self.connection.poll():
                 self.report = pickle.loads(self.connection.recv_bytes())
@@ -137,7 +137,7 @@ class _Rank:
             self.is_gone = True
 
     def end(self) -> None:
-        """Kills it and its children."""
+        """Kills the rank and its children."""
         self.connection.close()
         self.process.send(signal.SIGKILL)
         self.process.wait(TEARDOWN_SECONDS)
@@ -201,7 +201,7 @@ def _raise_for(ranks: Sequence[_Rank], timeout: float) -> None:
 
 
 def _release(ranks: Sequence[_Rank]) -> None:
-    """Lets ranks that have all reported destroy their process groups, and checks that they end."""
+    """Lets ranks that have all reported destroy their process groups, and checks that they exit."""
     for rank in ranks:
         rank.connection.close()
     for rank in ranks:
@@ -228,8 +228,8 @@ def _variables(world_size: int, port: int) -> dict[str, str]:
 
 @contextmanager
 def _reserved_port() -> Iterator[int]:
-    """A free TCP port for rank 0 that no other caller of `spawn` on this machine gets meanwhile: each caller holds the
-    UDP port of the same number.
+    """Context manager: a free TCP port for rank 0 that no other `spawn` on this machine uses. The caller reserves it by
+    holding the UDP port of the same number.
     """
     ports = random.SystemRandom()  # not seeded: two suites on one machine would try the same ports
     while True:

@@ -139,11 +139,11 @@ class SplitContext:
             self.state.random.begin(level, self.device, self.tp.coord, replicated=replicated)
 
     def restore_rng(self, level: str) -> None:
-        """Restores the random stream that was active before `fork_rng(level)`. Does nothing if it is already restored."""
+        """Restores the random stream that was active before `fork_rng(level)`, unless it is already restored."""
         self.state.random.end(level)
 
     def draw_seed(self, module: nn.Module) -> int | None:
-        """Seed for `stage_stream`, drawn from the replicated stream; None if nothing is dropped."""
+        """Seed for `stage_stream`, from the replicated stream; None if nothing is dropped."""
         return int(torch.empty((), dtype=torch.int64).random_()) if self.has_dropout and module.training else None
 
     @contextmanager

@@ -62,7 +62,7 @@ class GradientFactor:
 
 
 class Sum(NamedTuple):
-    """A tensor that was summed over `num_ranks` inside a region: its version when it was made, and its gradient factor."""
+    """A tensor that was summed over `num_ranks` inside a region, its version at that time, and its gradient factor."""
 
     x: torch.Tensor
     version: int

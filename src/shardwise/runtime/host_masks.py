@@ -51,8 +51,8 @@ class HostMask:
 
 
 def take_host_masks(model: nn.Module) -> bool:
-    """Switches `model` to our attention name, in place, if that is possible (see `can_take_host_masks`). Returns
-    whether it did.
+    """Switches `model` to our attention name, in place, if possible (see `can_take_host_masks`). Returns whether it
+    did.
 
     `generate()` and evaluation work as before.
     """
@@ -79,7 +79,7 @@ def can_take_host_masks(model: nn.Module) -> TypeGuard[PreTrainedModel]:
 
 @functools.cache
 def _asks_for_names(module: Any) -> bool:
-    """Whether a Python module's source compares the attention's name, so that another name would change what it does."""
+    """Whether a Python module's source compares the attention's name, so that another name would change its result."""
     try:
         return re.search(r"_attn_implementation\s*(==|!=|in\b|not\b)", inspect.getsource(module)) is not None
     except (OSError, TypeError):

@@ -167,7 +167,7 @@ class SequenceEdge(TensorEdge):
 
 
 def edge_of(context: SplitContext, stack: str | None) -> TensorEdge:
-    """Edge of the regions in the stack of layers `stack`, which is split along the sequence; None: full hidden states."""
+    """Edge of the regions in the stack of layers `stack`, split along the sequence; None: full hidden states."""
     return TensorEdge(context) if stack is None else SequenceEdge(context, stack)
 
 

@@ -1,1 +1,1 @@
-"""Deriving a plan: what a model's structure says about how to split it, learnt by running a tiny model."""
+"""Derives plans: runs a tiny model to find out how the model can be split."""

@@ -1,6 +1,4 @@
-"""One block of a layer in the layer's graph: where it is entered, which inputs and sizes are a rank's, what is added to
-its partial sum.
-"""
+"""One block of a layer in the layer's graph: its entry, a rank's inputs and sizes, and additions to its partial sum."""
 
 from __future__ import annotations
 
@@ -24,15 +22,15 @@ _MAX_ADDED = 2
 
 
 class BlockGraph:
-    """What a block's ranks depend on.
+    """The dependences of a block's ranks.
 
     Args:
         products: all row products of the layer.
 
     Attributes:
-        layer: as watched thoroughly, with the outputs of its row products detached.
+        layer: the layer, watched thoroughly, with the outputs of its row products detached.
         required_indices: what each rank must hold of the other parameters that the block splits.
-        bare: the row products whose weights are no linear's: the sum is then the output of a module around them.
+        bare: row products whose weights belong to no linear: the sum is then the output of a module around them.
     """
 
     def __init__(
@@ -55,15 +53,14 @@ class BlockGraph:
         self.bypassing_inputs = functools.cache(self._find_bypassing_inputs)
 
     def equations(self) -> Iterator[Equation]:
-        """Every size that traced integers gave, with the part that a rank has of it; None where none depends on it."""
+        """Yields every size that traced integers gave, with a rank's part of it; None if no split feature matters."""
         for constraint in self.layer.size_constraints:
             yield Equation(constraint.size, self._part(constraint.out, constraint.dim))
 
     def _find_bypassing_inputs(self, module: str) -> frozenset[str] | None:
-        """The inputs of `module` that reach the layer's outputs past the (detached) row products: they bypass a region.
+        """Inputs of `module` that reach the layer's outputs past the (detached) row products: they bypass a region.
 
-        None where its hidden states do so: then it is no region. Neither is a module that holds other blocks' row
-        products: they need regions of their own.
+        None if the hidden states do, or if the module holds other blocks' row products: then it is no region.
         """
         if any(is_within(other, (module,)) for other in self._others):
             return None
@@ -85,8 +82,8 @@ class BlockGraph:
     def entries(self) -> list[dict[str, str]]:
         """Choices of the modules at which the region is entered, or its output summed, to their style.
 
-        A module can be entered that leads nowhere but to the block's row products: the highest one costs least, the
-        lowest has least in between that might not work on partial sums.
+        A module can be entered if it leads only to the block's row products. The highest one costs least; the lowest
+        has the fewest modules in between that might not work on partial sums.
         """
         owners = self._entry_owners()
         ladders = []
@@ -102,10 +99,10 @@ class BlockGraph:
         return found
 
     def sliced_inputs(self, entries: Mapping[str, str]) -> dict[str, int]:
-        """Inputs of modules of which every rank needs its own part (`module.argument` to the dim): heads, or features.
+        """Inputs of modules of which every rank needs its own part, heads or features: `module.argument` to the dim.
 
-        A bias that the model computes for all heads once, such as ALiBi's, is one. It is split at or below the entries
-        if it passes one, else where it comes first.
+        An example is a bias that the model computes once for all heads, such as ALiBi's. It is split at or below the
+        entries if it passes one, else where it first occurs.
         """
         found: dict[str, int] = {}
         for call in sorted(self.layer.calls, key=lambda call: not is_within(call.fqn, entries)):
@@ -121,7 +118,7 @@ class BlockGraph:
         return found
 
     def added(self, entry: str) -> tuple[str, ...]:
-        """Parameters that are added to the partial sum after the row products, so that each rank would add them.
+        """Parameters that are added to the partial sum after the row products, so that every rank would add them.
 
         With the row products at zero, the output is linear in them and in nothing else: by Euler's theorem, the
         gradients times the values add up to the output.
@@ -142,14 +139,14 @@ class BlockGraph:
         return ()
 
     def bypassing_identities(self, entry: str) -> tuple[str, ...]:
-        """Identities inside that add full features to the partial sum (experts without weights)."""
+        """Identity modules inside that add full features to the partial sum (experts without weights)."""
         outputs, zeroed = self._zeroed_outputs(entry), self.layer.with_zeroed_outputs
         calls = (call for call in (zeroed.calls if zeroed else ()) if is_within(parent_of(call.fqn), (entry,)))
         identities = (call for call in calls if isinstance(self.model.get_submodule(call.fqn), nn.Identity))
         return tuple(dict.fromkeys(call.fqn for call in identities if depends(outputs, call.inputs)))
 
     def _zeroed_outputs(self, entry: str) -> list[Tensor]:
-        """What `entry` puts out where the row products are zero."""
+        """Outputs of `entry` with the row products at zero."""
         zeroed = self.layer.with_zeroed_outputs
         return [value for call in (zeroed.calls if zeroed else ()) if call.fqn == entry for value in call.outputs[:1]]
 
@@ -164,7 +161,7 @@ class BlockGraph:
         return owners
 
     def _can_be_entered(self, module: str) -> bool:
-        """Whether a region can begin at a module, which inputs may bypass unless all of its output is summed."""
+        """Whether a region can begin at a module. Inputs may bypass it unless its whole output is summed."""
         bypassing = self.bypassing_inputs(module) if self.facts.modules[module].kind != "list" else None
         if bypassing is None or not bypassing:
             return bypassing is not None
@@ -184,9 +181,7 @@ class BlockGraph:
         return depends([value], [parameter for parameter in split if parameter.requires_grad])
 
     def _is_regular(self, call: ModuleCall, ndim: int, required: RequiredIndices) -> bool:
-        """Whether each rank needs its run of features, or its run of heads in each of the blocks of all heads that make
-        up the dim.
-        """
+        """Whether each rank needs one run of features, or one run of heads in each block of all heads along the dim."""
         size, heads = len(required.needed), self.facts.heads_around(call.fqn)
         period = size if required.dim == ndim - 1 else heads.num_heads if heads is not None else size + 1
         runs = (features_of(rank, period, self.num_parts) for rank in range(self.num_parts))
@@ -194,12 +189,12 @@ class BlockGraph:
         return size % period == 0 and list(required.ranks) == expected
 
     def _input_needs(self, value: Tensor) -> RequiredIndices | None:
-        """What each rank needs of an input, along the first dim along which that differs; None where there is none."""
+        """What each rank needs of an input, along the first dim where ranks differ; None if there is none."""
         found = (self._needs(value, dim) for dim in range(value.ndim))
         return next((required for required in found if required is not None and required.is_split), None)
 
     def _part(self, tensor: Tensor, dim: int) -> Fraction | None:
-        """The part of a dim that a rank depends on; None where a rank depends on none."""
+        """The part of a dim that a rank depends on; None if a rank depends on nothing."""
         required = self._needs(tensor, dim)
         if required is None:
             return None
@@ -208,14 +203,14 @@ class BlockGraph:
         return Fraction(len(required.ranks[0]), len(required.needed))
 
     def _needs(self, tensor: Tensor, dim: int) -> RequiredIndices | None:
-        """The indices that each rank depends on; None where a rank depends on none."""
+        """The indices that each rank depends on; None if a rank depends on none."""
         masks = self._masks.get(id(tensor), [])
         required = RequiredIndices.along(dim % tensor.ndim, masks) if len(masks) == self.num_parts else None
         return required if required is not None and all(required.ranks) else None
 
     @functools.cached_property
     def _masks(self) -> dict[int, list[Tensor]]:
-        """By identity of every constrained tensor and module input: where each rank's gradient, if any, is not 0."""
+        """Id of every constrained tensor and module input, to the mask of each rank's nonzero gradient."""
         tensors = [each.out for each in self.layer.size_constraints]
         tensors += [value for call in self.layer.calls for value in call.named.values()]
         nodes = list({id(tensor): tensor for tensor in tensors if tensor.requires_grad}.values())
@@ -229,7 +224,7 @@ class BlockGraph:
 
 
 def _united(products: Sequence[RowProduct]) -> dict[str, RequiredIndices]:
-    """What each rank must hold for all of the row products together."""
+    """What each rank must hold for all row products together."""
     found: dict[str, RequiredIndices] = {}
     for product in products:
         for name, required in product.required_indices.items():

@@ -1,4 +1,4 @@
-"""What depends on what in an autograd graph, told by which gradients are not exactly zero."""
+"""Dependence in an autograd graph: gradients that are not exactly zero."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ __all__ = ["depends", "features_of", "gradients_of", "is_nonzero", "weighted_sum
 
 
 def gradients_of(total: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """The gradients of a sum, None for an input that it does not depend on. The graph is kept."""
+    """Gradients of a sum; None for an input on which it does not depend. Keeps the graph."""
     if not total.requires_grad or not inputs:
         return [None] * len(inputs)
     return torch.autograd.grad(total, list(inputs), retain_graph=True, allow_unused=True)
 
 
 def depends(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
-    """Whether some output depends on some input."""
+    """Whether any output depends on any input."""
     return any(map(is_nonzero, gradients_of(weighted_sum(outputs), inputs)))
 
 
 def is_nonzero(gradient: Tensor | None) -> bool:
-    """Whether any of its elements is not zero."""
+    """Whether any element is not zero."""
     return gradient is not None and bool(gradient.any())
 
 
 def weighted_sum(values: Sequence[Tensor]) -> Tensor:
-    """The sum of all elements, each times a weight of its own, so that it depends on all that they depend on."""
+    """Sum of all elements with distinct weights, so that it depends on everything that they depend on."""
     return weighted_sums(values, 1)[0]
 
 
@@ -45,6 +45,6 @@ def weighted_sums(values: Sequence[Tensor], num_parts: int) -> list[Tensor]:
 
 
 def features_of(rank: int, size: int, num_parts: int) -> slice:
-    """The run of `size` features that belongs to a rank."""
+    """A rank's run of `size` features."""
     run = -(-size // num_parts)
     return slice(min(size, rank * run), min(size, (rank + 1) * run))

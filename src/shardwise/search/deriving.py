@@ -1,4 +1,4 @@
-"""Deriving a plan: a tiny model is watched, its blocks are tried kind by kind, the best plan that passes wins."""
+"""Derives a plan: watches a tiny model, tries its blocks by kind, and takes the best plan that passes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ NO_RULES = Plan(())
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model whose plan is searched for, and trials of a tiny model like it."""
+    """A model whose plan is searched, its tiny model, and the trial of plans on it."""
 
     model: PreTrainedModel
     tiny: PreTrainedModel
@@ -56,15 +56,15 @@ class Subject:
 
 
 def build_subject(model: nn.Module, *, num_parts: int, is_deep: bool = False) -> Subject:
-    """Builds what plans for `model` are tried on.
+    """Builds the tiny model on which plans for `model` are tried.
 
     Args:
         model: a transformers model, real or meta, unsplit.
-        is_deep: whether the tiny model has as many layers as `model`, not just some of every kind.
+        is_deep: give the tiny model as many layers as `model`, not only some of every kind.
 
     Raises:
         PlanError: the tiny model does not run unsplit; names the module.
-        UnsupportedError: no tiny model can be built, or it computes other numbers every time.
+        UnsupportedError: no tiny model can be built, or its results are not deterministic.
     """
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
@@ -75,16 +75,16 @@ def build_subject(model: nn.Module, *, num_parts: int, is_deep: bool = False) ->
 
 
 def search_plan(subject: Subject, declared: Plan, *, sequence_parallel: bool = False, given: Plan = NO_RULES) -> Plan:
-    """Finds the rules that split most of a model and compute what it computes, tried on simulated ranks.
+    """Finds the rules that split most of a model and compute the same, tried on simulated ranks.
 
     Args:
-        declared: rules that are known already; the result has them where they pass.
-        given: rules of the user that fit the tiny model. Every plan is tried with them on top, and the result is
-            without them.
+        declared: known rules; the result includes them if they pass.
+        given: the user's rules that match the tiny model. Every plan is tried with them on top; the result does not
+            include them.
 
     Raises:
-        PlanError: no plan passes, or it splits next to nothing of the layers, or the model's code fails where it is
-            tried; names the module.
+        PlanError: no plan passes, or it splits almost nothing of the layers, or the model's code fails in the trial;
+            names the module.
     """
     model, tiny, trial = subject.model, subject.tiny, subject.trial
     name, num_parts = type(model).__name__, trial.num_parts
@@ -104,10 +104,10 @@ def search_plan(subject: Subject, declared: Plan, *, sequence_parallel: bool = F
 
 
 def check_given_rules(subject: Subject, plan: Plan, given: Plan, *, sequence_parallel: bool = False) -> None:
-    """Tries a proved plan with rules of the user on top.
+    """Tries a proved plan with the user's rules on top.
 
     Raises:
-        PlanError: they compute something else than the unsplit model, or its code fails.
+        PlanError: the result differs from the unsplit model, or its code fails.
     """
     name, num_parts = type(subject.model).__name__, subject.trial.num_parts
     with reraise_as(functools.partial(unplanned_error, name, num_parts)):
@@ -117,11 +117,11 @@ def check_given_rules(subject: Subject, plan: Plan, given: Plan, *, sequence_par
 
 
 class _Search:
-    """Plans worth a try on a tiny model: what is declared, what is declared and more, what is derived alone.
+    """Candidates for a tiny model: the declared plan, the declared plan with derived rules, derived rules alone.
 
-    Parts of plans (the rules of one kind of block) are tried on the tiny model alone. Where the best plan does not fit
-    the model's own sizes, all is searched again with parts tried at these, too: only that shows which part it is.
-    `reasons` has the parameters for which no split passed.
+    The rules of each kind of block are tried on the tiny model alone. If the best plan does not fit the model's real
+    sizes, the search repeats with each kind also tried at these sizes, which shows the part that fails. `reasons` has
+    the parameters for which no split passed.
     """
 
     def __init__(self, subject: Subject, *, given: Plan = NO_RULES, sequence_parallel: bool) -> None:
@@ -133,7 +133,7 @@ class _Search:
         self.reasons: dict[str, str] = {}
 
     def best(self, declared: Plan) -> tuple[Candidate | None, list[Verdict]]:
-        """Returns the best plan that passes, and what trying each showed."""
+        """Returns the best plan that passes, and the verdicts on all plans tried."""
         best, verdicts = self._run(declared)
         if best is not None and not self._fits_real_sizes(best.plan).passed:
             self._at_real_sizes = True
@@ -141,7 +141,7 @@ class _Search:
         return best, verdicts
 
     def _run(self, declared: Plan) -> tuple[Candidate | None, list[Verdict]]:
-        """The best plan splits most; of those that split the layers well, it communicates least."""
+        """The plan that splits most; among plans that split the layers well, the one that communicates least."""
         best: Candidate | None = None
         best_rank = (0.0, 0, 0.0)
         verdicts: list[Verdict] = []
@@ -189,7 +189,7 @@ class _Search:
         return None if self._model is None else RealSizes(self._model, num_parts=self._trial.num_parts)
 
     def _plans(self, declared: Plan) -> Iterator[Plan]:
-        """The plans, `declared` first where it passes."""
+        """Yields the plans, `declared` first if it passes."""
         blocks, _ = self._watched
         if declared.rules and self._try(declared).passed:
             yield declared
@@ -202,7 +202,9 @@ class _Search:
 
     @functools.cached_property
     def _watched(self) -> tuple[list[Block], list[Layer]]:
-        """What the tiny model's graph shows, and a run without cuts; nothing where its own code fails while watched."""
+        """The blocks in the tiny model's graph, and the layers of a run without cuts; empty if its code fails while
+        watched.
+        """
         num_parts, eager = self._trial.num_parts, _eager(self._tiny)
         try:
             products, layers = find_row_products(eager, self._trial.inputs(), num_parts=num_parts)
@@ -215,7 +217,7 @@ class _Search:
             return [], []
 
     def _variants(self, candidate: Candidate) -> Iterator[Plan]:
-        """The forms of a plan to try: with fewer regions, or as it is; with the sequence split."""
+        """Yields the forms of a plan to try: with fewer regions, or unchanged; with the sequence split."""
         _, layers = self._watched
         widened = self._candidate(widen_regions(candidate))
         first, *others = (fuse_reductions(each, layers) for each in dict.fromkeys((widened, candidate)))
@@ -226,20 +228,23 @@ class _Search:
                 yield plan
 
     def _vocabulary(self) -> Plan:
-        """Embedding and head split by vocabulary, or the one of them that can be."""
+        """Rules that split embedding and head by vocabulary, or the one of them that passes."""
         both = vocabulary_plan(self._facts)
         choices = [both, *(Plan((rule,)) for rule in both.rules)]
         return next((plan for plan in choices if plan.rules and self._try(plan).passed), NO_RULES)
 
     def _all_that_pass(self, blocks: Sequence[Block]) -> Plan:
-        """The rules of all kinds of blocks. Blocks of one kind in the layers of one stack may depend on each other."""
+        """The rules of all kinds of blocks that pass.
+
+        Blocks of one kind in a stack's layers may depend on each other.
+        """
         kinds: dict[tuple[str, tuple[str, ...]], list[Block]] = {}
         for block in blocks:
             kinds.setdefault((block.layer.rpartition(".")[0], block.key), []).append(block)
         return functools.reduce(operator.or_, map(self._first_that_passes, kinds.values()), NO_RULES)
 
     def _first_that_passes(self, alike: Sequence[Block]) -> Plan:
-        """The rules of blocks of one kind with the first guess that passes; none where no guess does."""
+        """The rules of blocks of one kind with the first guess that passes; none if no guess does."""
         plans = [[plan for plan in block.plans if self._is_usable(plan)] for block in alike]
         reason = ""
         tried: set[Plan] = set()
@@ -259,12 +264,12 @@ class _Search:
         return NO_RULES
 
     def _is_usable(self, plan: Plan) -> bool:
-        """Whether the plan may be used for a model of the size that is asked for."""
+        """Whether the plan works at the requested model's sizes."""
         return self._model is None or all(rule.is_for_any_size for rule in plan.rules)
 
 
 def _eager(tiny: PreTrainedModel) -> nn.Module:
-    """A copy with eager attention and experts, whose graph shows every dependence."""
+    """Copy with eager attention and experts, whose graph shows every dependence."""
     eager = copy.deepcopy(tiny)
     for choose in ("set_attn_implementation", "set_experts_implementation"):
         try:
@@ -275,5 +280,5 @@ def _eager(tiny: PreTrainedModel) -> nn.Module:
 
 
 def _gathers(split: SplitPlan) -> bool:
-    """Whether linears of a plan gather outputs or split full inputs, as no block with rows and columns needs to."""
+    """Whether linears of a plan gather outputs or split full inputs, which blocks with columns and rows do not need."""
     return any(region.edge == "gather" for region in split.regions) or "rowwise_split_input" in split.modules.values()

@@ -1,4 +1,4 @@
-"""From a tiny model's plan to the model's: rules found on a few layers, for all layers of their kind."""
+"""Generalizes a tiny model's plan to the real model: rules found on a few layers, for all layers of their kind."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _Suffixed = tuple[str, Rule]
 
 
 def generalize(plan: Plan, tiny: nn.Module, model: nn.Module) -> Plan:
-    """`plan`, found on `tiny`, for `model`: each of its layers gets the rules of a layer of its kind in the tiny model.
+    """Converts `plan`, found on `tiny`, to `model`: each layer gets the rules of a layer of its kind in the tiny model.
 
-    That is the layer of the same name where it is the same, else the first of the kind; lists inside of it (experts)
-    may then have other lengths. Rules that all layers of a stack share are written once, with `*` for the number.
-    Rules on inputs are those of all layers of the kind: an input that only some are given is None in the others.
+    This is the layer of the same name if it has the same kind, else the first of the kind. Lists inside of it (experts)
+    may have other lengths. Rules that all layers of a stack share are written once, with `*` for the number. Rules
+    about inputs are those of all layers of the kind: an input that only some layers receive is None in the others.
     """
     tiny_facts, facts = read_facts(tiny), read_facts(model)
     sections = _Sections(tiny_facts, facts)
@@ -66,11 +66,11 @@ def _modules(model: nn.Module, layer: str) -> frozenset[str]:
 
 
 class _Sections:
-    """How many sections a parameter has in the model, where that is another number than in the tiny model (experts).
+    """Adapts the number of sections of a parameter (experts) to the real model.
 
-    The style `split(0, sections=4)` holds for any number of features, not of sections. That their number has changed is
-    known by two attributes of the modules around the parameter: one that counts the sections, in both models, and one
-    that is the length of each.
+    `split(0, sections=4)` holds for any number of features, but not of sections. Two attributes of the enclosing
+    modules show that the number has changed: one that counts the sections, in both models, and one that gives the
+    length of each.
     """
 
     def __init__(self, tiny: ModelFacts, model: ModelFacts) -> None:
@@ -93,7 +93,7 @@ class _Sections:
         return replace(rule, style=str(replace(style, num_sections=fitting.pop())))
 
     def _attributes(self, tiny_name: str, name: str) -> Iterator[tuple[int, int]]:
-        """The values, in both models, of the attributes of the modules that a parameter is inside of."""
+        """Yields the values, in both models, of the attributes of the modules that contain a parameter."""
         while name:
             tiny_name, name = tiny_name.rpartition(".")[0], name.rpartition(".")[0]
             module, own = self._tiny.modules.get(_first(tiny_name)), self._model.modules.get(_first(name))
@@ -109,7 +109,7 @@ def _shape_of(facts: ModelFacts, name: str) -> Shape | None:
 
 
 def _first(name: str) -> str:
-    """`name`, of the first item where it is one for all items of a list."""
+    """`name` with 0 for `*`."""
     return name.replace(".*", ".0")
 
 
@@ -131,7 +131,7 @@ def _for_any_length(rules: list[_Suffixed], names: frozenset[str]) -> list[_Suff
 
 
 def _starred(suffix: str, position: int) -> str:
-    """`suffix` with `*` for the component at `position`, if it is an item's."""
+    """`suffix` with `*` for the component at `position`, if it is a number."""
     parts = suffix.split(".")
     if position < len(parts) and ITEM.fullmatch(parts[position]):
         parts[position] = "*"
@@ -139,9 +139,9 @@ def _starred(suffix: str, position: int) -> str:
 
 
 def _merged(alike: list[list[_Suffixed]]) -> list[_Suffixed]:
-    """The first layer's rules, with `*` for a number that differs where the others have a rule of the same style.
+    """The first layer's rules, with `*` for a number that differs from the other layers' rules of the same style.
 
-    Layers that share their weights may each use another item of one list (adapters): then any layer may use any.
+    Layers that share their weights may use different items of one list (adapters): then any layer may use any item.
     """
     first, others = (alike or [[]])[0], alike[1:]
     return [(reduce(_generic, _numbered_otherwise(suffix, rule, others), suffix), rule) for suffix, rule in first]
@@ -150,8 +150,10 @@ def _merged(alike: list[list[_Suffixed]]) -> list[_Suffixed]:
 def _with_inputs(
     rules: list[_Suffixed], others: list[list[_Suffixed]], own: frozenset[str], *, is_known: bool
 ) -> list[_Suffixed]:
-    """`rules`, with the rules on inputs that other layers of the kind have. A layer whose rules are its own lacks only
-    inputs that it is not always given: those of modules with parameters, which `own` names.
+    """`rules`, with the input rules of other layers of the kind.
+
+    A layer whose rules are known lacks only inputs that it does not always receive: those of modules with parameters
+    (`own`).
     """
     found = dict(rules)
     for suffix, rule in itertools.chain.from_iterable(others):
@@ -162,7 +164,7 @@ def _with_inputs(
 
 
 def _numbered_otherwise(suffix: str, rule: Rule, others: list[list[_Suffixed]]) -> list[str]:
-    """Suffixes in other layers that differ from the rule's in numbers only, where they do not have it itself."""
+    """Suffixes in other layers that differ from the rule's only in numbers, if those layers lack the rule itself."""
     kind = star_numbers(suffix)
     return [
         other
@@ -179,7 +181,7 @@ def _generic(pattern: str, other: str) -> str:
 
 
 def _folded(found: list[tuple[str, _Suffixed]], layers: list[str]) -> Iterator[Rule]:
-    """Writes rules that every layer of a stack has alike once, in the order of their first layer."""
+    """Yields each rule that every layer of a stack has once, in the order of the first layer."""
     stacks: dict[str, list[str]] = {}
     for layer in layers:
         stacks.setdefault(layer.rpartition(".")[0], []).append(layer)

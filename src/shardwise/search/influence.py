@@ -1,17 +1,17 @@
-"""Which elements of a layer's parameters reach which input features of its row products.
+"""Finds which elements of a layer's parameters influence which input features of its row products.
 
 # [Note: structure by influence]
-Cut the input features of a product (an attention's output projection, an MLP's down projection) into one run for each
-rank and ask autograd which parameter elements each run depends on. The exact zeros of the gradients are the answer.
-Where the runs depend on different elements of a weight, that weight can be split: every rank keeps what its run depends
-on. Elements that several runs depend on are held by several ranks (key/value heads shared by query heads), and a
-parameter all of which reaches everything is replicated (a q/k norm, a latent projection). Nothing here knows attention
-from a state-space scan, or in which order a fused weight holds its sections: the graph knows.
+Cut the input features of a product (an attention's output projection, an MLP's down projection) into one run per rank,
+and ask autograd on which parameter elements each run depends. Exact zeros in the gradients give the answer. If the runs
+depend on different elements of a weight, the weight can be split: every rank keeps what its run depends on. Elements on
+which several runs depend are held by several ranks (key/value heads shared by query heads). A parameter whose every
+element influences every run is replicated (a q/k norm, a latent projection). This works alike for attention and
+state-space scans, and for any order of sections in a fused weight.
 
-A product whose runs depend on different rows of some earlier weight is a row product, and where it sits, a region is
-left. Products inside a scan feed back into it; once found, their outputs are cut and the rest is asked again. With all
-of them cut, what is split must reach the layer's output no more; a product where that fails is none (a router reads the
-features of an attention's output, which go on to the residual stream in full).
+A product whose runs depend on different rows of an earlier weight is a row product, and a region ends there. Products
+inside a scan feed back into it, so found products are cut and the search repeats. With all of them cut, split features
+must not reach the layer's output. A product for which that fails is no row product (a router reads the features of an
+attention's output, which also go to the residual stream in full).
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _MAX_SHARED = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class RequiredIndices:
-    """What each rank must hold of a tensor, along one dim.
+    """What each rank must hold of a tensor along one dim.
 
     Attributes:
-        ranks: for each rank the indices that its features depend on.
+        ranks: for each rank, the indices on which its features depend.
     """
 
     dim: int
@@ -50,7 +50,7 @@ class RequiredIndices:
 
     @classmethod
     def along(cls, dim: int, masks: Sequence[Tensor]) -> RequiredIndices:
-        """Those along `dim` of a tensor, from the mask of the elements that each rank's features depend on."""
+        """Required indices along `dim`, from the masks of the elements on which each rank's features depend."""
         others = [other for other in range(masks[0].ndim) if other != dim]
         needed = (mask.sum(others) if others else mask for mask in masks)
         ranks = tuple(frozenset(torch.nonzero(each).flatten().tolist()) for each in needed)
@@ -58,33 +58,33 @@ class RequiredIndices:
 
     @property
     def needed(self) -> frozenset[int]:
-        """The indices that some rank needs."""
+        """The indices that any rank needs."""
         return frozenset().union(*self.ranks)
 
     @property
     def shared(self) -> int:
-        """How many indices more than one rank needs."""
+        """Number of indices that several ranks need."""
         return sum(count > 1 for count in Counter(itertools.chain.from_iterable(self.ranks)).values())
 
     @property
     def is_split(self) -> bool:
-        """Whether every rank needs less than all."""
+        """Whether every rank needs less than everything."""
         return all(len(indices) < len(self.needed) for indices in self.ranks)
 
     def united(self, other: RequiredIndices) -> RequiredIndices:
-        """What a rank must hold for both, which are along the same dim."""
+        """What a rank must hold for both, along the same dim."""
         ranks = tuple(mine | theirs for mine, theirs in zip(self.ranks, other.ranks, strict=True))
         return RequiredIndices(dim=self.dim, size=self.size, ranks=ranks)
 
 
 @dataclass(eq=False)
 class RowProduct:
-    """A product where a region is left, and what each rank needs for its run of input features.
+    """A product at which a region ends, and what each rank needs for its run of input features.
 
     Attributes:
         layer: FQN of the layer.
         parameter: FQN of the weight whose input features are split along `input_dim`.
-        required_indices: for every parameter of the layer that can be split for it, what each rank needs.
+        required_indices: for every parameter of the layer that can be split for this product, what each rank needs.
         reenters: whether a later row product of the same region depends on the sum.
     """
 
@@ -100,10 +100,10 @@ class RowProduct:
 def find_row_products(
     model: nn.Module, batch: Mapping[str, Any], *, num_parts: int
 ) -> tuple[list[RowProduct], list[Layer]]:
-    """The row products of every layer, and the layers as watched with all of their outputs detached.
+    """The row products of every layer, and the layers as watched with all row products' outputs detached.
 
     Args:
-        model: a tiny model in eval mode, eager attention and experts.
+        model: a tiny model in eval mode, with eager attention and experts.
     """
     banned: set[str] = set()
     for _ in range(_MAX_PASSES):
@@ -135,7 +135,7 @@ def find_row_products(
 
 
 class _Search:
-    """Row products by their weights, found pass by pass: those of a pass are cut in the next one."""
+    """Row products by their weights, found in passes: each pass cuts those found before."""
 
     def __init__(self, num_parts: int, banned: Iterable[str]) -> None:
         self.found: dict[str, RowProduct] = {}
@@ -144,7 +144,7 @@ class _Search:
         self._max_shared = 0.0
 
     def run(self, model: nn.Module, batch: Mapping[str, Any]) -> list[Layer]:
-        """Finds them; returns the layers with all of them cut."""
+        """Finds the row products; returns the layers with all of them cut."""
         layers = watch(model, batch)
         for _ in range(_MAX_PASSES):
             before = len(self.found)
@@ -159,7 +159,7 @@ class _Search:
         return layers
 
     def of_layer(self, layer: Layer) -> list[RowProduct]:
-        """Those of one layer."""
+        """The row products of one layer."""
         return [product for product in self.found.values() if product.layer == layer.fqn]
 
     def _accept(self, layer: Layer) -> None:
@@ -174,7 +174,7 @@ class _Search:
             columns |= splits
 
     def _candidates(self, layer: Layer) -> list[RowProduct]:
-        """Products whose ranks need different parts of some weight that multiplies, those with most elements first."""
+        """Products whose ranks need different parts of a weight that multiplies, those with most elements first."""
         own, found = layer.parameters, dict[str, tuple[int, RowProduct]]()
         uses = [use for use in layer.uses if use.parameter in own and use.parameter not in self.found]
         uses = [use for use in uses if use.parameter not in self._banned]
@@ -206,20 +206,20 @@ class _Search:
         return [product for _, product in sorted(found.values(), key=lambda each: -each[0])]
 
     def _is_split(self, name: str, product: RowProduct, layer: Layer) -> bool:
-        """Whether ranks need parts of a matrix that overlap little enough."""
+        """Whether ranks need parts of a matrix with little enough overlap."""
         required = product.required_indices[name]
         return layer.parameters[name].ndim > 1 and required.shared <= self._max_shared * required.size
 
 
 def is_linear_weight(model: nn.Module, name: str) -> bool:
-    """Whether a parameter is the weight of a linear, transformers' `Conv1D` included."""
+    """Whether a parameter is the weight of a linear, including transformers' `Conv1D`."""
     module = model.get_submodule(parent_of(name))
     return name.endswith(".weight") and (isinstance(module, nn.Linear) or hasattr(module, "nf"))
 
 
 def _open_ended(layer: Layer, products: Sequence[RowProduct]) -> list[str]:
-    """Those of the layer's row products, in the order of use, whose split weights reach the layer's output past all row
-    products: no region can be left there.
+    """Row products of the layer, in order of use, whose split weights reach the layer's output past all row products:
+    no region can end there.
     """
     rows = {product.parameter for product in products}
     names = [n for n, value in layer.parameters.items() if value.requires_grad and value.ndim > 1 and n not in rows]
@@ -234,7 +234,7 @@ def _open_ended(layer: Layer, products: Sequence[RowProduct]) -> list[str]:
 
 
 def _required_indices(use: Use, own: Mapping[str, Tensor], num_parts: int) -> dict[str, RequiredIndices]:
-    """For every parameter of the layer the dim along which the ranks' needs differ most, if they differ."""
+    """For every parameter of the layer, the ranks' needs along the dim where they differ most, if they differ."""
     if not use.x.requires_grad or use.x.shape[-1] < num_parts:
         return {}
     names = [name for name, value in own.items() if value.requires_grad]

@@ -1,10 +1,10 @@
-"""Which plan a model gets: declared and proved, or searched for and tried on simulated ranks.
+"""Chooses the plan of a model: declared and proved, or searched and tried on simulated ranks.
 
-The user's rules come on top of an automatic plan. For families that the test suite proves, and for these classes of
-transformers alone, the automatic plan is what transformers declares, corrected by us. Any other architecture is
-examined once: a tiny model of it is built, what transformers declares is tried, what the structure implies is derived
-and tried, and the plan that passes and splits most is cached on disk. Rules of the user are tried with the plan.
-Nothing that was not tried is used silently.
+The user's rules go on top of an automatic plan. For model families that the test suite proves, and only for these
+transformers classes, the automatic plan is transformers' declared plan with our corrections. Any other architecture is
+examined once: a tiny model is built, the declared plan is tried, the plan that the structure implies is derived and
+tried, and the passing plan that splits most is cached on disk. User rules are tried together with the plan. No untried
+plan is used silently.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ logger = logging.getLogger("shardwise.plan")
 
 
 def plan_for(model: nn.Module, spec: ParallelSpec, *, num_parts: int, facts: ModelFacts | None = None) -> Plan:
-    """Returns all rules for `model`, later ones over earlier ones.
+    """All rules for `model`; later rules override earlier ones.
 
     Args:
-        spec: its plan is "auto" as above; "declared", what transformers declares, untried; "derived", which searches
-            again; or rules on top of the automatic ones.
-        facts: of the model; read here where None.
+        spec: its plan is "auto" (see above); "declared": transformers' plan, untried; "derived": search again; or rules
+            on top of the automatic plan.
+        facts: facts about the model; read here if None.
 
     Raises:
-        PlanError: nothing is declared, or no plan passes; rules of the user match nothing, or compute something else
-            than the unsplit model; or adapters of the model do.
+        PlanError: nothing is declared, or no plan passes; user rules match nothing, or give another result than the
+            unsplit model; or the model's adapters do.
     """
     kind, given = read_request(spec.plan)
     if num_parts == 1:
@@ -103,9 +103,7 @@ def _base_plan(
 def _subject(
     model: nn.Module, declared: Plan, given: Plan, *, num_parts: int
 ) -> tuple[Subject | None, Plan, ShardwiseError | None]:
-    """What plans are tried on, and those rules of the user that it has names for; None and the cause where no plan can
-    be tried.
-    """
+    """The subject of trials, and the user rules that match it; None and the cause if no plan can be tried."""
     try:
         subject = build_subject(model, num_parts=num_parts)
         if rules_without_names(given, subject.trial.facts):  # of layers that a model of few layers lacks
@@ -129,7 +127,7 @@ def _subject(
 
 
 def _unknown(model: nn.Module, idle: Sequence[Rule], why: str) -> PlanError:
-    """The error for a model without a plan, or with one that is declared for other modules than the model's."""
+    """Error for a model without a plan, or with a declared plan that matches other modules."""
     if not idle:
         return PlanError(
             f"no tensor-parallel plan is known for {type(model).__name__}",

@@ -1,8 +1,8 @@
-"""A plan held against the sizes of the model that it is for: few of its layers, on tensors without values.
+"""Checks a plan at the real model's sizes: a few layers on fake tensors.
 
-What passes on a tiny model may not fit other sizes: heads of which a rank's share makes no complete groups, sections
-of unequal length, counts that do not divide. Shapes alone show most of it, so a rank's part of the model is run forward
-and backward on fake tensors before the plan is used.
+A plan that passes on a tiny model may not fit other sizes: a rank's share of heads that makes no complete groups,
+sections of unequal length, counts that do not divide. Shapes alone show most of it. So a rank's part of the model runs
+forward and backward on fake tensors before the plan is used.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger("shardwise.plan")
 
 
 class RealSizes:
-    """Few layers of a model, of every kind, at its own sizes; all of them where none can be left out."""
+    """A few layers of every kind of a model, at its own sizes; all layers if none can be removed."""
 
     def __init__(self, model: PreTrainedModel, *, num_parts: int) -> None:
         self._num_parts, self.model = num_parts, model
@@ -61,8 +61,10 @@ class RealSizes:
             logger.info("%s cannot be tried at its own sizes without values: %s", type(model).__name__, why)
 
     def run(self, plan: Plan, *, tiny: nn.Module, sequence_parallel: bool = False) -> Verdict:
-        """Whether each rank's part runs, split by a plan that was found on `tiny`. Where that cannot be told, it passes
-        if ranks hold equal parts of every layer: unequal ones are where heads and features part ways.
+        """Whether each rank's part runs, split by a plan that was found on `tiny`.
+
+        If that cannot be determined, the plan passes if ranks hold equal parts of every layer. With unequal parts,
+        heads and features may disagree.
         """
         try:
             own, facts = generalize(plan, tiny, self.model), read_facts(self.model)
@@ -81,8 +83,8 @@ class RealSizes:
         return Verdict(passed=True) if uneven is None else Verdict(passed=False, reason=reason)
 
     def _verdict(self, decided: SplitPlan | None) -> Verdict | None:
-        """Runs the ranks that hold most and least, one after another; the unsplit model where nothing is decided. None
-        where only values tell.
+        """Runs the ranks that hold most and least, one after another; the unsplit model if `decided` is None. Returns
+        None if the result depends on values.
         """
         for rank in (0, self._num_parts - 1) if decided is not None and _uneven(decided) else (0,):
             model, mesh = _copied(self.model), SimulatedMesh(LoneGroup(rank, self._num_parts))
@@ -104,7 +106,7 @@ class RealSizes:
 
 
 def _copied(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy whose parameters share the memory of the model's: nothing writes to them."""
+    """Copy whose parameters share the model's memory; nothing writes to them."""
     shared = {id(each): nn.Parameter(each.detach(), each.requires_grad) for each in model.parameters()}
     return copy.deepcopy(model, shared)
 

@@ -1,4 +1,4 @@
-"""Plans that communicate less: experts with their router in one region, and one sum for what a layer only adds."""
+"""Reduces the communication of a plan: one region for experts and their router, one sum for parallel blocks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _EDGES = ("region", "region_output", "aside")
 
 
 def widen_regions(candidate: Candidate) -> Plan:
-    """The candidate's plan with every region that is left at its output, or is in a list inside of a layer (experts
-    that tokens choose), widened to the module around it or the list.
+    """Widens every region that ends at its output, or is in a list inside of a layer (experts), to the module around it
+    or the list.
 
-    What else is split there becomes part of it: one collective in each direction instead of one for each, and tokens
-    are routed where all of the sequence is seen, alike on every rank. A layer, or a list, is no such module.
+    Other splits inside become part of the region: one collective in each direction instead of one each, and tokens are
+    routed on the full sequence, the same on every rank. A layer or a list itself is no such module.
     """
     plan, facts, widened = candidate.plan, candidate.facts, []
     for region in candidate.split.regions:
@@ -41,16 +41,16 @@ def widen_regions(candidate: Candidate) -> Plan:
 
 
 def _list_around(module: str, facts: ModelFacts) -> str:
-    """The outermost list that `module` is in, inside of a layer; the empty name where there is none."""
+    """The outermost list inside of a layer that contains `module`; "" if there is none."""
     lists = [name for name in upwards(parent_of(module)) if facts.modules[name].kind == "list"]
     return next((name for name in reversed(lists) if facts.layer_of(name)), "")
 
 
 def fuse_reductions(candidate: Candidate, layers: Sequence[Layer]) -> Plan:
-    """The candidate's plan with reductions deferred to later ones of the same layer where both are only added.
+    """Defers reductions to later ones of the same layer if both results are only added.
 
     Args:
-        layers: how they ran when watched, every tensor a node, nothing cut.
+        layers: the layers as watched, every tensor a node, nothing cut.
     """
     plan, split = candidate.plan, candidate.split
     rules: list[Rule] = []
@@ -65,7 +65,9 @@ def fuse_reductions(candidate: Candidate, layers: Sequence[Layer]) -> Plan:
 
 
 def _is_left(module: str, split: SplitPlan, layer: str) -> bool:
-    """Whether a region is left at `module`: its own output is reduced, or it is row split in one that is not."""
+    """Whether a region ends at `module`: its output is reduced, or it is a row-split module in a region that ends
+    inside.
+    """
     if not is_within(parent_of(module), (layer,)):
         return False
     summed = [region.fqn for region in split.regions if region.edge == "output" and is_within(module, (region.fqn,))]
@@ -73,7 +75,7 @@ def _is_left(module: str, split: SplitPlan, layer: str) -> bool:
 
 
 def _added(calls: Sequence[ModuleCall], layer: Layer) -> Iterator[tuple[ModuleCall, ModuleCall]]:
-    """Calls, each with the next one whose output the layer's outputs depend on in just the same way."""
+    """Yields calls, each with the next call whose output the layer's outputs depend on in the same way."""
     count = Counter(call.fqn for call in calls)
     unique = [call for call in calls if count[call.fqn] == 1 and call.outputs and call.inputs]
     total = weighted_sum([value for value in layer.outputs if value.grad_fn is not None])

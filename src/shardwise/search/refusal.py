@@ -1,4 +1,4 @@
-"""A plan to be tried, what it leaves unsplit and why, and the errors where that is everything or too much."""
+"""Candidate plans, reasons for unsplit parameters, and errors if too little can be split."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_SHOWN = 8
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """A plan and its decision: `split` is what `plan`, with the rules of the user on top, resolves to for `facts`."""
+    """A plan and its decision: `split` is `plan`, with the user's rules on top, resolved for `facts`."""
 
     plan: Plan
     split: SplitPlan
@@ -32,16 +32,16 @@ class Candidate:
 
     @functools.cached_property
     def share(self) -> float:
-        """Elements of the split parameters in layers over elements of all in layers."""
+        """Share of the elements in layers that belong to split parameters."""
         layers = self.split.parameters.items()
         return split_share(planned for fqn, planned in layers if self.facts.layer_of(fqn) is not None)
 
 
 def with_reasons(candidate: Candidate, reasons: Mapping[str, str]) -> Plan:
-    """The candidate's plan with a reason for each matrix in the layers that no rule names.
+    """The candidate's plan with a reason for each matrix in layers that no rule names.
 
     Args:
-        reasons: FQNs of parameters to why no split of them passed.
+        reasons: FQNs of parameters to the reason why no split passed.
     """
     rules = [
         ParameterRule(fqn, "replicate", source="structure", reason=reasons[fqn])
@@ -55,10 +55,10 @@ def with_reasons(candidate: Candidate, reasons: Mapping[str, str]) -> Plan:
 
 
 def check_share(name: str, candidate: Candidate, reasons: Mapping[str, str], reached: Collection[str]) -> None:
-    """Raises `PlanError` if the best plan for the model called `name` splits next to nothing of its layers.
+    """Raises `PlanError` if the best plan for the model `name` splits almost nothing of its layers.
 
     Args:
-        reasons: FQNs of parameters to why no split of them passed.
+        reasons: FQNs of parameters to the reason why no split passed.
         reached: FQNs of the parameters that have a gradient.
     """
     used = [
@@ -86,7 +86,7 @@ def check_share(name: str, candidate: Candidate, reasons: Mapping[str, str], rea
 
 
 def unplanned_error(name: str, num_parts: int, verdict: Verdict) -> PlanError:
-    """The error for the model called `name`, whose own code fails where plans are tried."""
+    """Error for the model `name`, whose code fails in trials."""
     return PlanError(
         f"{name} cannot be planned over tp={num_parts}",
         at=verdict.module or None,
@@ -96,10 +96,10 @@ def unplanned_error(name: str, num_parts: int, verdict: Verdict) -> PlanError:
 
 
 def no_plan_error(name: str, verdicts: Sequence[Verdict], *, num_parts: int, sequence_parallel: bool) -> PlanError:
-    """The error for the model called `name`, no plan for which passed.
+    """Error for the model `name`, for which no plan passed.
 
     Args:
-        verdicts: on all plans that were tried, in the order in which they were.
+        verdicts: on all plans, in the order in which they were tried.
     """
     informative = [each for each in verdicts if not each.lacks_stack] or verdicts
     at = star_numbers(next((each.module for each in informative if each.module), ""))
@@ -117,7 +117,7 @@ def no_plan_error(name: str, verdicts: Sequence[Verdict], *, num_parts: int, seq
 
 
 def given_rules_error(name: str, verdicts: Sequence[Verdict], *, num_parts: int) -> PlanError:
-    """The error for rules of the user with which no plan passes, although one does without them."""
+    """Error for user rules with which no plan passes, although one passes without them."""
     failed = next(verdict for verdict in verdicts if not verdict.passed)
     return PlanError(
         f"the rules given for {name} compute something else than the unsplit model, split over tp={num_parts}",
@@ -128,7 +128,7 @@ def given_rules_error(name: str, verdicts: Sequence[Verdict], *, num_parts: int)
 
 
 def _lines(found: Iterable[tuple[str, str]]) -> str:
-    """A line for every reason, with the names it is given for."""
+    """One line per reason, with the names that have it."""
     names: dict[str, dict[str, None]] = {}
     for name, reason in found:
         names.setdefault(reason, {})[star_numbers(name)] = None

@@ -1,8 +1,8 @@
-"""A plan from structure: what a tiny model's graph says can be split, as rules.
+"""Converts structure to rules: what a tiny model's graph shows to be splittable.
 
-Takes the row products and required indices of `shardwise.search.influence` and names them: at which module a region is
-entered, which style splits each parameter, which integer attributes of modules count what is split. The graph does not
-tell everything, so a block has several plans, best guess first, for whoever can run a split to try.
+Names the row products and required indices of `shardwise.search.influence`: the module at which a region is entered,
+the style of each split parameter, the integer attributes that count split features. The graph does not determine
+everything, so a block has several plans to try, best guess first.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Block:
     """One region of one layer, ready to be tried.
 
     Attributes:
-        plans: those that may split it, best guess first; the last one may gather what others leave split.
-        parameters: FQNs of those that it splits.
+        plans: candidate plans, best guess first; the last may gather what others leave split.
+        parameters: FQNs of the parameters that it splits.
         key: names its kind: the row products within the layer.
     """
 
@@ -57,7 +57,7 @@ class Block:
 def find_blocks(
     model: nn.Module, facts: ModelFacts, products: Sequence[RowProduct], layers: Sequence[Layer], *, num_parts: int
 ) -> list[Block]:
-    """The blocks of every layer: row products that need the same split weights are one."""
+    """The blocks of every layer. Row products that need the same split weights form one block."""
     blocks = []
     for layer in layers:
         own = [product for product in products if product.layer == layer.fqn]
@@ -77,7 +77,7 @@ def _block(layer: str, plans: Iterable[Plan], parameters: Iterable[str], named_a
 def _rest(model: nn.Module, facts: ModelFacts, layer: str, blocks: Sequence[Block], num_parts: int) -> Block | None:
     """The large linears of a layer that are in no block, with gathered outputs.
 
-    Where a layer runs inside a function of its own its graph shows nothing, and these are all.
+    If a layer runs inside its own autograd function, its graph shows nothing, and these are all.
     """
     own = [block for block in blocks if block.layer == layer]
     regions = (rule for block in own for rule in block.plans[0].section(RegionRule))
@@ -100,7 +100,7 @@ def _rest(model: nn.Module, facts: ModelFacts, layer: str, blocks: Sequence[Bloc
 
 
 def _can_gather(model: nn.Module, facts: ModelFacts, module: str, num_parts: int) -> bool:
-    """Whether a module is a linear that computes as such, large enough to give every rank a part."""
+    """Whether a module computes as a plain linear and is large enough to give every rank a part."""
     kind = facts.modules[module].kind
     plain = kind == "transposed" or type(model.get_submodule(module)).forward is nn.Linear.forward
     return plain and min(facts.modules[module].parameters["weight"]) >= num_parts
@@ -120,13 +120,13 @@ def _groups(products: list[RowProduct]) -> list[list[RowProduct]]:
 
 
 class _RuleBuilder:
-    """Says in rules what the graph of a block shows."""
+    """Converts the graph of a block to rules."""
 
     def __init__(self, graph: BlockGraph) -> None:
         self.graph, self.facts = graph, graph.facts
 
     def plans(self) -> Iterator[Plan]:
-        """The plans to try, best guess first."""
+        """Yields the plans to try, best guess first."""
         guesses = [
             [_count(name, style, reason="counts what is split") for name, style in each.items()]
             for each in guess_attributes(self.graph, limit=_MAX_GUESSES)
@@ -145,7 +145,7 @@ class _RuleBuilder:
             yield Plan(gathered)
 
     def _rules(self, entries: Mapping[str, str]) -> list[Rule]:
-        """Of several on one name the last one."""
+        """The rules; if several have one name, the last."""
         return list({rule.pattern: rule for rule in self._found(entries)}.values())
 
     def _found(self, entries: Mapping[str, str]) -> Iterator[Rule]:
@@ -171,21 +171,28 @@ class _RuleBuilder:
         return [f"{owner}.{name}" for owner in owners for name in sorted(self.graph.bypassing_inputs(owner) or ())]
 
     def _slices(self, entries: Mapping[str, str]) -> Iterator[Rule]:
-        """Inputs of which a rank gets its own part; tried without, too: they may be split where they are made."""
+        """Yields input rules for a rank's own part. Plans without them are tried too: inputs may be split where they
+        are made.
+        """
         residual = self._residual_inputs(entries)
         for name, dim in self.graph.sliced_inputs(entries).items():
             if name not in residual:
                 yield _input(name, f"split({dim})", reason="each rank uses its own part of it")
 
     def _sizes(self, entries: Mapping[str, str]) -> Iterator[Rule]:
-        """Where no attribute gives the size that split features are reshaped by: the hidden states may give it."""
+        """Yields rules for modules that may read the size of split features off their hidden states, if no attribute
+        gives it.
+        """
         calls = {call.fqn: call for call in self.graph.layer.calls if entries.get(call.fqn) == "region"}
         for name in (f"{fqn}.{hidden_name(call.named)}" for fqn, call in calls.items()):
             if name in self.facts.inputs():
                 yield _input(name, "local_size", reason="what is split is reshaped by its size")
 
     def _gathered(self, entries: Mapping[str, str]) -> Iterator[Rule]:
-        """Every linear with its outputs gathered: which always works, at the price of a collective for each."""
+        """Yields rules that gather the output of every linear.
+
+        This always works, at the cost of one collective each.
+        """
         names = {*self.graph.required_indices, *(product.parameter for product in self.graph.group)}
         names |= {name for name in self.graph.layer.parameters if is_within(parent_of(name), entries)}
         for owner in sorted({parent_of(name) for name in names if self._is_weight(name)}):

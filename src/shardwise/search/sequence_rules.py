@@ -1,7 +1,7 @@
-"""How a tiny model's layers can be split along the sequence: plans to try, by what runs when and what mixes positions.
+"""Finds how a tiny model's layers can be split along the sequence: plans to try.
 
-Between its blocks a layer works on every position alone, so a part of the sequence is enough. What mixes positions is a
-split region, which gathers it at its edge, or a replicated module that must be given all of it.
+Between its blocks a layer works on every position alone, so a part of the sequence is enough. Modules that mix
+positions are split regions, which gather at their edge, or replicated modules that need the full sequence.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _input = functools.partial(InputRule, source="structure")
 
 
 def sequence_plans(candidate: Candidate, layers: Sequence[Layer]) -> Iterator[Plan]:
-    """Plans with rules that say where the sequence is split, best guess first; that may be the candidate's as it is.
+    """Yields plans with rules for splitting the sequence, best guess first; possibly the candidate's plan unchanged.
 
     Args:
-        layers: of a tiny model in eval mode, every tensor a node, nothing cut; empty where it cannot be watched.
+        layers: layers of a tiny model in eval mode, every tensor a node, nothing cut; empty if it cannot be watched.
     """
     plan, split, facts = candidate.plan, candidate.split, candidate.facts
     stacks = [stack.fqn for stack in stacks_with_regions(facts, split.regions)]
@@ -57,7 +57,7 @@ def sequence_plans(candidate: Candidate, layers: Sequence[Layer]) -> Iterator[Pl
 
 
 def _choices(stacks: Sequence[str], facts: ModelFacts) -> Iterator[tuple[str, ...]]:
-    """All stacks together; else each alone, the one with most modules first."""
+    """Yields all stacks together, then each alone, the one with most modules first."""
     if stacks:
         yield tuple(stacks)
     if len(stacks) > 1:
@@ -74,7 +74,7 @@ def _has_sequence_of(value: Tensor, hidden: Tensor | None) -> bool:
 
 
 def _inputs(layers: Sequence[Layer]) -> Iterator[tuple[str, ...]]:
-    """Inputs of layers beside the hidden states that are as long as them and may be used position by position."""
+    """Yields inputs of layers besides the hidden states that have their length and may be used position by position."""
     alike: dict[str, list[str]] = {}
     pointwise: list[str] = []
     for layer in layers:
@@ -93,7 +93,7 @@ def _inputs(layers: Sequence[Layer]) -> Iterator[tuple[str, ...]]:
 
 
 def _mixing(layers: Sequence[Layer], split: SplitPlan) -> Iterator[tuple[str, ...]]:
-    """Modules outside of regions that mix positions: the lowest of them, or the highest."""
+    """Yields modules outside of regions that mix positions: the lowest of them, then the highest."""
     regions = [region.fqn for region in split.regions if region.edge != "gather"]
     lowest: list[str] = []
     highest: list[str] = []

@@ -1,4 +1,4 @@
-"""Styles that a graph shows: of parameters, as their required indices say, and of attributes that count heads."""
+"""Derives styles from a graph: of parameters, from required indices, and of attributes that count heads."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _NEVER = frozenset({"layer_idx", "layer_index", "head_dim", "num_key_value_group
 
 
 def find_style(graph: BlockGraph, name: str, required: RequiredIndices) -> str:
-    """The style whose placement of the parameter `name` holds what every rank needs and least besides; intervals where
-    none does.
+    """The style whose placement of the parameter `name` holds what every rank needs and least besides; intervals if no
+    style does.
     """
     fitting = [
         (sum(split.local_sizes), style)
@@ -64,7 +64,7 @@ def _covers(split: Split, required: RequiredIndices) -> bool:
 
 
 def _intervals(required: RequiredIndices) -> tuple[tuple[Interval, ...], ...]:
-    """Each rank's indices as runs; indices that no rank needs stay with those before them."""
+    """Each rank's indices as runs. Indices that no rank needs stay with those before them."""
     needed = [set(indices) for indices in required.ranks]
     known = set().union(*needed)
     last: list[int] = [0]
@@ -78,7 +78,7 @@ def _intervals(required: RequiredIndices) -> tuple[tuple[Interval, ...], ...]:
 
 
 def guess_attributes(graph: BlockGraph, *, limit: int) -> list[dict[str, str]]:
-    """Attributes with their styles, best guess first: what solves the tiny model's sizes, then what names suggest."""
+    """Attributes with their styles, best guess first: solutions for the tiny model's sizes, then guesses by name."""
     known = graph.facts.attributes()
     solved = solve(list(graph.equations()), limit=limit)
     guesses = [

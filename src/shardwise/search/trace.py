@@ -1,6 +1,6 @@
-"""Watches a tiny model compute: which parameters multiply what, in which module, layer by layer.
+"""Watches a tiny model run: which parameters multiply what, in which module, layer by layer.
 
-Every layer starts from detached inputs, so its autograd graph is its own; the graph then tells what depends on what.
+Every layer starts from detached inputs, so it has its own autograd graph, which shows what depends on what.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Use:
     """One product of an activation with a parameter.
 
     Attributes:
-        module: FQN of the module that was running.
+        module: FQN of the running module.
         x: the activation, in the layer's graph.
-        input_dim: the dim of the parameter that is contracted.
+        input_dim: the contracted dim of the parameter.
     """
 
     parameter: str
@@ -62,11 +62,11 @@ class Use:
 
 @dataclass(eq=False)
 class ModuleCall:
-    """One call of a module inside a layer: its inputs as nodes of the graph, and by its forward's argument names.
+    """One call of a module inside a layer: its inputs as graph nodes, and by argument names.
 
     Attributes:
-        tensors: all of its tensors by name, as they were given, integers included.
-        carried: names of those that an earlier layer returned.
+        tensors: all tensor arguments by name, including integer ones.
+        carried: names of arguments that an earlier layer returned.
     """
 
     fqn: str
@@ -79,14 +79,14 @@ class ModuleCall:
 
 @dataclass(eq=False)
 class Layer:
-    """One layer as it ran.
+    """Record of one layer's run.
 
     Attributes:
-        outputs: what it returned, and something later used.
+        outputs: returned tensors that are used later.
         uses: its products with parameters.
-        parameters: all inside the layer, by their names there; tied ones appear in each of their layers.
-        size_constraints: the sizes that operations were given by integer attributes, if watched thoroughly.
-        with_zeroed_outputs: the same layer with its row products at zero, where that is needed.
+        parameters: all parameters inside the layer, by their names there; tied ones appear in each of their layers.
+        size_constraints: sizes that integer attributes gave to operations, if watched thoroughly.
+        with_zeroed_outputs: the same layer with its row products at zero, if needed.
     """
 
     fqn: str
@@ -109,9 +109,9 @@ def watch(
     """Runs the model once; returns its layers in the order in which they first ran.
 
     Args:
-        cut: parameters whose products are detached: what comes after them no longer depends on what went in.
-        thorough: whether to record sizes too, and to make nodes of inputs and new tensors that need no gradient.
-        with_zeroed_outputs: whether the detached products are zero.
+        cut: parameters whose products are detached, so that later tensors do not depend on earlier ones.
+        thorough: also record sizes, and make graph nodes of inputs and new tensors that need no gradient.
+        with_zeroed_outputs: set the detached products to zero.
     """
     watcher = _Watcher(model, cut, thorough=thorough, with_zeroed_outputs=with_zeroed_outputs)
     with ExitStack() as stack:
@@ -125,7 +125,7 @@ def watch(
 
 
 def norm_formula(module: nn.Module) -> NormFormula | None:
-    """What a norm computes; None for other modules."""
+    """Formula of a norm module; None for other modules."""
     try:
         return recognise_norm(module)
     except UnsupportedError:
@@ -151,7 +151,7 @@ class _Watcher(TorchFunctionMode):
                 layer.parameters[name] = parameter
 
     def forget_unused(self) -> None:
-        """Drops what layers returned and nothing used in any layer of their stack, such as attention maps.
+        """Drops layer outputs that no layer of the stack uses, such as attention maps.
 
         The hidden states come first and are kept.
         """
@@ -191,7 +191,7 @@ class _Watcher(TorchFunctionMode):
         return out
 
     def _name(self, value: Any) -> str | None:
-        """The parameter that `value` is, or is a view of; of tied ones' names the one in the running layer."""
+        """Name of the parameter that `value` is or views; for a tied one, its name in the running layer."""
         names = self.names.get(id(self._origin(value))) if isinstance(value, Tensor) else None
         if names is None:
             return None
@@ -199,7 +199,7 @@ class _Watcher(TorchFunctionMode):
         return next(own, names[0])
 
     def _origin(self, value: Tensor) -> Tensor:
-        """The tensor that `value` is a view or a selection of, `value` itself if of none."""
+        """The tensor of which `value` is a view or selection; `value` itself if it is none."""
         while id(value) not in self.names:
             if value._base is not None:
                 value = value._base
@@ -210,14 +210,14 @@ class _Watcher(TorchFunctionMode):
         return value
 
     def _sized(self, layer: Layer, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
-        """Records what sizes the operation was given; new tensors become nodes, so that influence reaches them."""
+        """Records the sizes given to the operation. Makes new tensors graph nodes, so that influence reaches them."""
         if isinstance(out, Tensor) and out.is_leaf and out.is_floating_point() and func.__name__ in MADE:
             out = out.requires_grad_() * 1.0
         layer.size_constraints += size_constraints_of(func, args, kwargs, out)
         return out
 
     def _input_dim(self, weight: Tensor, dim: int) -> int:
-        """Which dim of the parameter a product contracts along `dim` of `weight`, a view: found by the strides."""
+        """The dim of the parameter that a product contracts along `dim` of its view `weight`, found by the strides."""
         base = self._origin(weight)
         stride, size = weight.stride(dim), weight.shape[dim]
         for candidate in reversed(range(base.ndim)):
@@ -227,7 +227,7 @@ class _Watcher(TorchFunctionMode):
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Inside, layers start detached and module calls are recorded."""
+        """Context manager: layers start detached, and module calls are recorded."""
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
                 formula, hooks = norm_formula(module), []
@@ -259,7 +259,7 @@ class _Watcher(TorchFunctionMode):
         return changed, changed_kwargs
 
     def _node(self, value: Any, call: ModuleCall) -> Any:
-        """An argument of a call as a node of its own, detached where the call is a layer's."""
+        """An argument of a call as its own graph node, detached if the call is a layer's."""
         if not isinstance(value, Tensor) or not value.is_floating_point() or self._name(value) is not None:
             return value
         if call.fqn in self.layers if value.requires_grad else self.thorough:
@@ -285,9 +285,9 @@ def _tensors(names: Sequence[str], args: Any, kwargs: Any) -> dict[str, Tensor]:
 
 
 def _compute_elementwise(formula: NormFormula, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
-    """A norm's output with statistics that are constants, so that it depends on its input feature by feature.
+    """A norm's output with constant statistics, so that each feature depends only on the same input feature.
 
-    A norm over split features shares its statistics between ranks; only what is elementwise decides its split.
+    A norm over split features shares its statistics between ranks. Only the elementwise part decides its split.
     """
     values = [*args, *kwargs.values()]
     gate = values[1] if len(values) > 1 else None

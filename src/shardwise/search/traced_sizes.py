@@ -1,10 +1,10 @@
-"""Which integer attributes of modules count what is split: integers that remember where they come from.
+"""Finds the integer attributes of modules that count split features, by integers that record their origin.
 
 # [Note: traced sizes]
-An attention reshapes by `self.num_heads`; on a rank that holds half of the heads it must say half. The graph knows
-nothing of integers, so while a tiny model is watched every integer attribute is a `TracedInt`, which carries its
-formula through arithmetic into the shapes that operations are given. The influence of each rank on the resulting dim
-then says what the formula must be on a rank, and the attributes to divide are those that solve all these equations.
+An attention reshapes by `self.num_heads`, which must be half on a rank with half of the heads. The autograd graph does
+not track integers. So while a tiny model is watched, every integer attribute is a `TracedInt`, which carries its
+formula through arithmetic into the shapes of operations. The influence of each rank on the resulting dim gives the
+value of the formula on a rank. The attributes to divide are those that solve all these equations.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _Formula = Callable[[Mapping[str, Fraction]], Fraction]
 
 
 class TracedInt(int):
-    """An integer with the formula that it was computed by; it computes like any other.
+    """An integer that carries the formula by which it was computed.
 
     Attributes:
         names: FQNs of the attributes in the formula.
-        formula: its value, given the part of every attribute that a rank has.
+        formula: the value as a function of a rank's part of every attribute.
     """
 
     names: frozenset[str]
@@ -80,10 +80,10 @@ for _name, _compute in {
 
 @dataclass(eq=False)
 class SizeConstraint:
-    """One dim whose size an operation was given by a traced integer.
+    """One dim whose size a traced integer gave to an operation.
 
     Attributes:
-        out: the tensor it made.
+        out: the result of the operation.
         dim: the dim of `out`.
     """
 
@@ -94,7 +94,7 @@ class SizeConstraint:
 
 @dataclass(frozen=True)
 class Equation:
-    """What a traced integer must be on every rank: `part` of its value; None where nothing split depends on it."""
+    """A traced integer's value on every rank: `part` of its full value; None if nothing split depends on it."""
 
     size: TracedInt
     part: Fraction | None
@@ -102,7 +102,7 @@ class Equation:
 
 @contextmanager
 def traced_integers(model: nn.Module, layers: Sequence[str]) -> Iterator[None]:
-    """Inside, the integer attributes of the modules of `layers` are `TracedInt`s, those of their configs too."""
+    """Context manager: the integer attributes of the modules of `layers` and of their configs are `TracedInt`s."""
     before: list[tuple[nn.Module, str, Any]] = []
     try:
         for name, module in model.named_modules():
@@ -132,7 +132,7 @@ _RESHAPED = frozenset({"view", "reshape", "expand", "broadcast_to"})
 def size_constraints_of(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> Iterator[SizeConstraint]:
-    """The dims whose sizes are traced integers among an operation's arguments."""
+    """Yields the dims whose sizes are traced integers among an operation's arguments."""
     name = getattr(func, "__name__", "")
     values = [*args, *kwargs.values()]
     if name in ("split", "split_with_sizes") and isinstance(out, tuple | list):
@@ -150,7 +150,7 @@ def size_constraints_of(
 
 
 def flat(value: Any) -> Iterator[Any]:
-    """What nested lists, tuples and dicts hold."""
+    """Yields the leaves of nested lists, tuples and dicts."""
     if isinstance(value, list | tuple | dict):
         for each in value.values() if isinstance(value, dict) else value:
             yield from flat(each)
@@ -159,7 +159,7 @@ def flat(value: Any) -> Iterator[Any]:
 
 
 def solve(equations: Sequence[Equation], *, limit: int) -> list[dict[str, Fraction]]:
-    """The parts of attributes that solve the equations best, best first; attributes that stay full are left out."""
+    """The parts of attributes that solve the equations best, best first. Attributes that stay full are left out."""
     distinct = {(_fingerprint(each), int(each.size), each.part): each for each in equations}
     split = [each for each in distinct.values() if each.part not in (None, 1)]
     names = frozenset().union(*(each.size.names for each in split))
@@ -175,14 +175,14 @@ def solve(equations: Sequence[Equation], *, limit: int) -> list[dict[str, Fracti
 
 
 def _fingerprint(equation: Equation) -> tuple[str, ...]:
-    """Distinguishes formulas: by their names, and by their values for some parts."""
+    """Identifies a formula by its names, and by its values for some parts."""
     names = sorted(equation.size.names)
     parts = {name: Fraction(1, prime) for name, prime in zip(names, (2, 3, 5, 7, 11, 13), strict=False)}
     return (*names, str(equation.size.formula(parts)))
 
 
 def _systems(equations: Sequence[Equation], names: frozenset[str]) -> list[list[Equation]]:
-    """Equations about `names` that have no attribute in common with those of another system."""
+    """Groups the equations about `names` into systems that share no attribute."""
     systems: list[tuple[frozenset[str], list[Equation]]] = []
     for equation in equations:
         about = equation.size.names & names

@@ -1,1 +1,1 @@
-"""How one tensor is stored on the ranks of a mesh, as boxes of integers. Arithmetic only."""
+"""Storage of one tensor on the ranks of a mesh, as boxes of integers. Arithmetic only."""

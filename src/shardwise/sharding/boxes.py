@@ -40,12 +40,12 @@ def full_box(shape: tuple[int, ...]) -> Box:
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """What a tensor is indexed by for the elements `box`."""
+    """Index of the elements `box` in a tensor."""
     return tuple(slice(start, stop) for start, stop in box)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The elements in both boxes (of equal rank), or None where there are none."""
+    """The elements in both boxes (of equal rank); None if there are none."""
     both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
@@ -65,7 +65,7 @@ def subtract(box: Box, hole: Box) -> tuple[Box, ...]:
 
 
 def find_overlap(boxes: Sequence[Box]) -> Box | None:
-    """One of `boxes`, none of them empty, that shares elements with another one. Linear in time for boxes of a grid."""
+    """One of `boxes` (none empty) that shares elements with another; None if there is none. Linear time for a grid."""
     if len(boxes) < 2:
         return None
     for dim in range(len(boxes[0])):
@@ -84,7 +84,7 @@ def find_overlap(boxes: Sequence[Box]) -> Box | None:
 
 
 def move(box: Box, origin: Box, target: Box) -> Box:
-    """`box` seen from `target` instead of `origin`: shifted by the distance between their first corners."""
+    """`box` relative to `target` instead of `origin`: shifted by the distance between their first corners."""
     return tuple(
         (start - old + new, stop - old + new)
         for (start, stop), (old, _), (new, _) in zip(box, origin, target, strict=True)

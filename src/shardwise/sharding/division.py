@@ -29,7 +29,7 @@ by no more.
 
 @dataclass(frozen=True)
 class WriteItem:
-    """Elements of a canonical tensor, and the one rank that writes them: its number in the mesh."""
+    """Elements of a canonical tensor, and the number of the one rank that writes them."""
 
     box: Box
     rank: int
@@ -37,7 +37,7 @@ class WriteItem:
 
 @dataclass
 class _Holders:
-    """The boxes of one layout: by the rank that holds them alone, or each with all ranks that hold it."""
+    """The boxes of one layout: boxes of one rank by the rank, and shared boxes with all ranks that hold them."""
 
     alone: dict[int, list[Box]] = field(default_factory=dict)
     shared: list[tuple[Box, tuple[int, ...]]] = field(default_factory=list)
@@ -49,7 +49,7 @@ class _Holders:
             self.alone.setdefault(ranks[0], []).append(box)
 
     def restricted(self, only: Collection[int], name: str) -> _Holders:
-        """The boxes of the tensor `name` with the ranks of `only` alone."""
+        """The boxes of the tensor `name`, with only the ranks in `only`."""
         found = _Holders()
         alone = ((box, (rank,)) for rank, boxes in self.alone.items() for box in boxes)
         for box, ranks in (*alone, *self.shared):
@@ -62,9 +62,9 @@ class _Holders:
 
 
 class Division(Mapping[str, tuple[WriteItem, ...]]):
-    """The portions of every tensor by its name; over all ranks they hold each element once.
+    """The write items of every tensor by name. Over all ranks they contain each element once.
 
-    Portions of what one rank holds alone are made when they are asked for: there is one for each rank and tensor.
+    Items of boxes that only one rank holds are created on demand: there is one per rank and tensor.
     """
 
     def __init__(self, tables: Mapping[str, _Holders], shared: Mapping[str, Sequence[WriteItem]]) -> None:
@@ -89,7 +89,7 @@ class Division(Mapping[str, tuple[WriteItem, ...]]):
         return self._alone(name, rank) + [each.box for each in self._shared.get(name, ()) if each.rank == rank]
 
     def first_writer(self, name: str) -> int | None:
-        """The rank that writes a tensor's first portion; None for a tensor without elements."""
+        """The rank that writes a tensor's first item; None for a tensor without elements."""
         ranks = (*self._tables[name].alone, *(portion.rank for portion in self._shared.get(name, ())))
         return ranks[0] if ranks else None
 
@@ -97,16 +97,16 @@ class Division(Mapping[str, tuple[WriteItem, ...]]):
 def assign_writers(
     layouts: Mapping[str, Layout], shape: MeshShape, *, holders: Mapping[str, Collection[int]] | None = None
 ) -> Division:
-    """Divides tensors into portions. A box that several ranks hold goes to the rank that has the least to write.
+    """Assigns tensors to writers. A box that several ranks hold goes to the rank that has least to write.
 
-    A portion has at most `MOST_ELEMENTS`, unless one row has more. Tensors without elements have no portions.
+    An item has at most `MOST_ELEMENTS` elements, unless one row has more. Tensors without elements have no items.
 
     Args:
-        layouts: of the tensors by name, in the same order on every rank.
-        holders: the ranks that hold a tensor, for tensors that fewer ranks hold than their layout says.
+        layouts: layouts of the tensors by name, in the same order on every rank.
+        holders: the ranks that hold a tensor, if they are fewer than the layout says.
 
     Raises:
-        LayoutError: no rank of `holders` holds some elements.
+        LayoutError: no rank in `holders` holds some elements.
     """
     places = [shape.coords(rank) for rank in range(shape.world_size)]
     of_layout = {layout: _find_holders(layout, places) for layout in dict.fromkeys(layouts.values())}
@@ -129,7 +129,7 @@ def assign_writers(
 
 
 def _find_holders(layout: Layout, places: Sequence[Mapping[str, int]]) -> _Holders:
-    """The boxes that ranks, at these coords, own, each with all ranks that hold the same: its owner at least."""
+    """The boxes that the ranks at these coords own, each with all ranks that hold it, including the owner."""
     replicated = {step.axis: 0 for step in layout.steps if isinstance(step.placement, Replicate)}
     axes = [step.axis for step in layout.steps if step.axis not in replicated and step.size > 1]
     ranks_at: dict[tuple[int, ...], list[int]] = {}
@@ -151,7 +151,7 @@ def _find_holders(layout: Layout, places: Sequence[Mapping[str, int]]) -> _Holde
 
 
 def _cut(box: Box, most: int) -> list[Box]:
-    """`box` as boxes of at most `most` elements, cut along the first dim that has several rows."""
+    """`box` as boxes of at most `most` elements, cut along the first dim with several rows."""
     if volume(box) <= most:
         return [box]
     dim = next(number for number, size in enumerate(shape_of(box)) if size > 1)

@@ -1,7 +1,7 @@
-"""Frozen values as JSON, and back to equal ones: layouts for manifests, decided plans for ranks to compare.
+"""Converts frozen values to JSON and back: layouts for manifests, decided plans for ranks to compare.
 
-A dataclass is an object of its fields, or says itself by `to_json` and `from_json` what it is; a placement says in
-`kind` which one it is.
+A dataclass becomes an object of its fields, or defines its own `to_json` and `from_json`. A placement names its kind in
+`kind`.
 """
 
 import functools
@@ -22,7 +22,7 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def to_json(value: Any) -> Any:
-    """`value` (a layout, a placement, a decided plan) as what `json.dumps` takes; `from_json` reads it back."""
+    """Converts `value` (a layout, a placement, a decided plan) to JSON values; `from_json` reverses it."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, MeshShape):
@@ -40,10 +40,10 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(form: Any, data: Any) -> Any:
-    """The value of the type `form` that `to_json` wrote as `data`.
+    """Converts the JSON value `data` of `to_json` back to a value of the type `form`.
 
     Raises:
-        LayoutError: `data` is no such value, or an inconsistent one.
+        LayoutError: `data` is no such value, or inconsistent.
     """
     try:
         return _decode(form, data)

@@ -1,8 +1,8 @@
-"""`Layout`: which elements of a canonical tensor every coord of a mesh holds, and where.
+"""`Layout`: the elements of a canonical tensor that every coord of a mesh holds, and their local positions.
 
-Canonical is the tensor as Hugging Face stores it; local is what a rank keeps. A layout is a sequence of steps, each
-applying one axis's placement to the result of the steps before it: which stages of a pipeline hold the tensor at all,
-then tensor parallelism, then FSDP's chunks of what tensor parallelism left.
+The canonical tensor is the one that Hugging Face stores; the local tensor is a rank's part. A layout is a sequence of
+steps, each applying one axis's placement to the result of the steps before: first the pipeline stages that hold the
+tensor at all, then tensor parallelism, then FSDP's chunks of the tensor-parallel part.
 """
 
 import itertools
@@ -18,7 +18,7 @@ __all__ = ["Layout", "Piece", "Step"]
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements `full` of the canonical tensor, lying at `local` in the local one; the boxes have equal shape."""
+    """Elements `full` of the canonical tensor, at `local` in the local one. The boxes have equal shape."""
 
     full: Box
     local: Box
@@ -26,7 +26,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Step:
-    """What one mesh axis of `size` ranks does to the tensor."""
+    """Placement of the tensor along one mesh axis of `size` ranks."""
 
     axis: str
     size: int
@@ -36,7 +36,7 @@ class Step:
         return f"{self.axis}{self.size}: {self.placement}"
 
     def coord(self, coords: Mapping[str, int]) -> int:
-        """The coord on this step's axis."""
+        """The coordinate on this step's axis."""
         return coords[self.axis] if self.size > 1 else 0
 
 
@@ -57,12 +57,12 @@ class _Dim:
 
 @dataclass(frozen=True)
 class Layout:
-    """The canonical `shape` of a tensor and the steps that take it to a rank's local tensor.
+    """The canonical `shape` of a tensor, and the steps from it to a rank's local tensor.
 
-    Methods take `coords`, a position on every axis of the steps (an axis of size 1 may be left out; further axes are
-    ignored, so a rank's coords on the full mesh suffice). Elements that several coords of an axis hold belong to the
-    lowest of them; an axis without a step is not known to hold copies, so give every axis that does a `Replicate` step.
-    Coords that `OnCoords` leaves out have no local tensor, and no pieces.
+    Methods take `coords`, a position on every axis of the steps. An axis of size 1 may be left out, and other axes are
+    ignored, so a rank's coords on the full mesh suffice. Elements that several coords of an axis hold belong to the
+    lowest of them. An axis without a step is not known to hold copies, so give every axis that does a `Replicate` step.
+    Coords that `OnCoords` leaves out have no local tensor and no pieces.
 
     Raises:
         LayoutError: a `Split` does not have the size of its dim, or not one part for each coord of its axis.
@@ -90,7 +90,7 @@ class Layout:
         return ", ".join([str(list(self.shape)), *map(str, self.steps)])
 
     def placement(self, axis: str) -> Placement | None:
-        """What an axis does to the tensor; None where nothing is said of it."""
+        """Placement along an axis; None if there is no step for it."""
         return next((step.placement for step in self.steps if step.axis == axis), None)
 
     def is_held(self, coords: Mapping[str, int]) -> bool:
@@ -100,7 +100,7 @@ class Layout:
         )
 
     def local_shape(self, coords: Mapping[str, int]) -> tuple[int, ...]:
-        """Shape of the local tensor at `coords`. Raises `LayoutError` where there is none."""
+        """Shape of the local tensor at `coords`. Raises `LayoutError` if there is none."""
         if not self.is_held(coords):
             raise LayoutError(f"no local tensor at {dict(coords)}", at=f"layout {self}", why="other ranks hold it")
         return tuple(dim.extent for dim in self._dims(coords, owned=False))
@@ -110,7 +110,7 @@ class Layout:
         return _pieces(self._dims(coords, owned=False)) if self.is_held(coords) else ()
 
     def owned(self, coords: Mapping[str, int]) -> tuple[Piece, ...]:
-        """The pieces that belong to the rank at `coords`: over all coords, every canonical element exactly once."""
+        """The pieces that belong to the rank at `coords`. Over all coords they contain every canonical element once."""
         for step in self.steps:
             coord, placement = step.coord(coords), step.placement
             if isinstance(placement, Replicate) and coord:
@@ -135,7 +135,7 @@ class Layout:
 
 
 def _select(dim: _Dim, moves: list[tuple[Interval, int]], *, extent: int) -> _Dim:
-    """What is left of `dim` when the positions of each interval move to where its number says."""
+    """`dim` restricted to the given intervals, each moved to its new position."""
     runs: list[_Run] = []
     for (start, stop), target in moves:
         for run in dim.runs:

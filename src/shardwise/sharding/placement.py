@@ -1,9 +1,9 @@
-"""Placements: what happens to a tensor along one mesh axis.
+"""Placements: storage of a tensor along one mesh axis.
 
-`Replicate` and `Chunk` are what torch calls `Replicate` and `Shard`. `OnCoords` gives the full tensor to some coords
-and nothing to the others, as stages of a pipeline hold parameters. `Split` says explicitly which intervals of one dim
-a coord holds, in local order, and so covers what torch has no placement for: uneven blocks of heads, fused
-weights whose sections are split one by one, and key/value heads that several coords hold.
+`Replicate` and `Chunk` are torch's `Replicate` and `Shard`. `OnCoords` gives the full tensor to some coords and nothing
+to the others, like pipeline stages. `Split` lists the intervals of one dim that a coord holds, in local order. It
+covers what torch has no placement for: uneven blocks of heads, fused weights whose sections are split separately, and
+key/value heads that several coords hold.
 """
 
 import itertools
@@ -38,7 +38,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class OnCoords:
-    """The coords `coords`, ascending, hold the full tensor, and no other coord holds any of it."""
+    """Only the coords in `coords` (ascending) hold the tensor, each in full."""
 
     coords: tuple[int, ...]
 
@@ -48,14 +48,14 @@ class OnCoords:
 
 @dataclass(frozen=True)
 class Chunk:
-    """`torch.chunk` along `dim`, of whatever size arrives: equal runs of ceil(size / parts), the last ones shorter or
-    empty. This is what DTensor's `Shard` and FSDP2 do.
+    """`torch.chunk` along `dim`: equal runs of ceil(size / parts), the last ones shorter or empty. Equal to DTensor's
+    `Shard` and FSDP2.
     """
 
     dim: int
 
     def interval(self, coord: int, *, size: int, parts: int) -> Interval:
-        """What `coord` of `parts` holds of a dim of `size`; `start == stop` where it holds nothing."""
+        """Interval of `coord` of `parts` in a dim of `size`; `start == stop` if it is empty."""
         run = -(-size // parts)
         return min(coord * run, size), min((coord + 1) * run, size)
 
@@ -68,8 +68,8 @@ class Split:
     """Explicit intervals of one dim for every coord.
 
     Args:
-        pieces: For every coord its intervals of the canonical dim, in the order in which they are stored locally.
-            Together they cover the dim; several coords may hold the same interval, one coord holds it once.
+        pieces: for every coord, its intervals of the canonical dim in local order. Together they cover the dim. Several
+            coords may hold the same interval; one coord holds it once.
 
     Raises:
         LayoutError: the pieces overlap within a coord, or leave a gap.
@@ -101,7 +101,7 @@ class Split:
 
     @property
     def size(self) -> int:
-        """Extent of the canonical dim: the pieces cover it, so it ends where the last of them does."""
+        """Extent of the canonical dim, the end of the last piece."""
         return max((stop for _, stop in itertools.chain(*self.pieces)), default=0)
 
     @property
@@ -110,14 +110,14 @@ class Split:
         return tuple(sum(stop - start for start, stop in intervals) for intervals in self.pieces)
 
     def owned(self, coord: int) -> tuple[Interval, ...]:
-        """The intervals that `coord` is the first to hold, in local order; over all coords they partition the dim."""
+        """The intervals that `coord` is the first to hold, in local order. Over all coords they partition the dim."""
         left = [(interval,) for interval in self.pieces[coord]]
         for hole in itertools.chain(*self.pieces[:coord]):
             left = [(rest,) for box in left for (rest,) in subtract(box, (hole,))]
         return tuple(interval for (interval,) in left)
 
     def local_of(self, coord: int, interval: Interval) -> tuple[Interval, ...]:
-        """Where the elements of `interval` that `coord` holds are in its local dim, in local order."""
+        """Local positions of the elements of `interval` that `coord` holds, in local order."""
         found: list[Interval] = []
         offset = 0
         for start, stop in self.pieces[coord]:
@@ -128,7 +128,7 @@ class Split:
         return tuple(found)
 
     def shared(self) -> tuple[tuple[Interval, tuple[int, ...]], ...]:
-        """The intervals that more than one coord holds, ascending, each with its holders."""
+        """The intervals that several coords hold, ascending, each with its holders."""
         edges = sorted({edge for interval in itertools.chain(*self.pieces) for edge in interval})
         found: list[tuple[Interval, tuple[int, ...]]] = []
         for start, stop in itertools.pairwise(edges):
@@ -157,20 +157,22 @@ Placement = Replicate | OnCoords | Chunk | Split
 
 
 def split_even(dim: int, size: int, *, parts: int) -> Split:
-    """A dim of `size` cut as `torch.chunk` cuts it; the last coords may hold less, or nothing."""
+    """Split of a dim of `size` like `torch.chunk`. The last coords may hold less, or nothing."""
     intervals = (Chunk(dim).interval(coord, size=size, parts=parts) for coord in range(parts))
     return Split(dim, tuple(_pieces(interval) for interval in intervals))
 
 
 def split_blocks(dim: int, num_blocks: int, *, block_size: int, parts: int) -> Split:
-    """`num_blocks` blocks of `block_size`, never cut inside; the first coords hold one block more if need be."""
+    """Split by `num_blocks` whole blocks of `block_size`. The first coords hold one block more if they do not divide
+    evenly.
+    """
     fewest, extra = divmod(num_blocks, parts)
     starts = [(coord * fewest + min(coord, extra)) * block_size for coord in range(parts + 1)]
     return Split(dim, tuple(_pieces(interval) for interval in itertools.pairwise(starts)))
 
 
 def split_heads(dim: int, num_heads: int, *, head_dim: int, parts: int) -> Split:
-    """Whole attention heads, as `split_blocks`; with more coords than heads, adjacent coords share a head.
+    """Split by whole attention heads, like `split_blocks`. With more coords than heads, adjacent coords share a head.
 
     Raises:
         LayoutError: `parts` is greater than `num_heads` and not a multiple of it.
@@ -188,8 +190,10 @@ def split_heads(dim: int, num_heads: int, *, head_dim: int, parts: int) -> Split
 
 
 def split_sections(dim: int, sections: Sequence[Split]) -> Split:
-    """A fused dim that is the concatenation of `sections`, each split on its own (query, key, value; gate, up), all
-    along this dim and among the same coords. Every coord holds its share of each section, section by section.
+    """Split of a fused dim: the concatenation of `sections`, each split separately (query, key, value; gate, up).
+
+    All sections are splits of this dim among the same coords. Every coord holds its share of each section, section by
+    section.
     """
     pieces: list[list[Interval]] = [[] for _ in range(sections[0].parts)]
     offset = 0
@@ -201,7 +205,7 @@ def split_sections(dim: int, sections: Sequence[Split]) -> Split:
 
 
 def equal_sections(dim: int, size: int, *, num_sections: int, parts: int) -> Split:
-    """A fused dim of `num_sections` sections of equal size, each cut as `split_even` cuts it.
+    """Split of a fused dim of `num_sections` sections of equal size, each split like `split_even`.
 
     Raises:
         LayoutError: `size` is not a multiple of `num_sections`.
@@ -216,7 +220,7 @@ def _pieces(interval: Interval) -> tuple[Interval, ...]:
 
 
 def join_intervals(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
-    """`intervals`, those that begin where the one before ends joined to it."""
+    """`intervals` with adjacent ones merged."""
     merged: list[Interval] = []
     for start, stop in intervals:
         if merged and merged[-1][1] == start:

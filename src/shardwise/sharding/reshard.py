@@ -1,4 +1,4 @@
-"""From one layout to another: which elements to copy from where. Decides only; the bytes move elsewhere."""
+"""Converts one layout to another: decides which elements to copy from where. Moves no bytes."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ __all__ = ["Copy", "Source", "copies"]
 
 @dataclass(frozen=True)
 class Source:
-    """Saved elements: the box `full` of the canonical tensor, lying at `local` in the array that `key` names.
+    """Saved elements: the box `full` of the canonical tensor, at `local` in the array called `key`.
 
-    `key` is whatever the reader finds an array by: a file and tensor name, a rank. The boxes have equal shape.
+    `key` is anything by which the reader finds an array: a file and tensor name, a rank. The boxes have equal shape.
     """
 
     key: Hashable
@@ -24,7 +24,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Copy:
-    """Copy `source_box` of the source's array to `target_box` of the wanted local tensor; they have equal shape."""
+    """Copies `source_box` of the source's array to `target_box` of the local tensor. The boxes have equal shape."""
 
     source: Source
     source_box: Box
@@ -34,10 +34,10 @@ class Copy:
 def copies(saved: Sequence[Source], wanted: Sequence[Piece]) -> tuple[Copy, ...]:
     """The copies that fill every element of `wanted` exactly once.
 
-    Where sources overlap (replicas), the first one serves; unneeded sources are not touched.
+    If sources overlap (replicas), the first one is used. Unneeded sources are not touched.
 
     Raises:
-        LayoutError: some wanted elements are in no source.
+        LayoutError: no source has some wanted elements.
     """
     found: list[Copy] = []
     missing: list[Box] = []

@@ -1,1 +1,1 @@
-"""For tests of code that runs on several ranks: `shardwise.testing.spawn`, the public door of `ranks`."""
+"""Tests of code that runs on several ranks: `shardwise.testing.spawn`, the public interface of `ranks`."""

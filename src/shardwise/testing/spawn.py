@@ -1,4 +1,4 @@
-"""`spawn`: a function on several CPU ranks, their results in rank order, the first rank's error raised."""
+"""`spawn`: runs a function on several CPU ranks."""
 
 from shardwise.errors import RankError
 from shardwise.ranks.spawn import spawn

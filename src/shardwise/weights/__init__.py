@@ -1,1 +1,1 @@
-"""Weights on disk: read exactly the bytes a rank owns, write plain Hugging Face safetensors."""
+"""Weights on disk: reads exactly a rank's bytes, writes plain Hugging Face safetensors."""

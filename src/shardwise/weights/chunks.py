@@ -1,5 +1,6 @@
-"""`ChunkedIndex`: a checkpoint of another system, whose tensors are stored in chunks: boxes of the full tensor, in any
-files. It serves what `CheckpointIndex` serves, reading only the chunks that a box touches.
+"""`ChunkedIndex`: a checkpoint of another system whose tensors are stored in chunks, boxes of the full tensor.
+
+It has the interface of `CheckpointIndex`, and reads only the chunks that a box overlaps.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["Chunk", "ChunkedIndex", "ChunkedTensor"]
 
 @dataclass(frozen=True)
 class Chunk:
-    """Elements `box` of a tensor: what `read` returns, from `path`."""
+    """Elements `box` of a tensor, which `read` returns from `path`."""
 
     box: Box
     path: Path
@@ -29,13 +30,13 @@ class Chunk:
 
     @classmethod
     def of(cls, value: Tensor, box: Box, path: Path) -> Chunk:
-        """A chunk whose elements are mapped, or in memory."""
+        """A chunk whose elements are memory-mapped or in memory."""
         return cls(box, path, lambda: value)
 
 
 @dataclass(frozen=True)
 class ChunkedTensor:
-    """A tensor in chunks that hold each of its elements once."""
+    """A tensor in chunks that together hold each element once."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -58,12 +59,12 @@ class ChunkedIndex(CheckpointIndex):
         }
 
     def node(self, key: str) -> StoredTensor:
-        """`key`, to be read box by box."""
+        """Lazy tensor of `key`, read box by box."""
         entry = self[key]
         return _Chunked(self, key, entry.shape, entry.dtype, self._tensors[key].chunks)
 
     def _to_sample(self) -> set[str]:
-        """Two: a chunk may have to be read whole."""
+        """Two keys: a chunk may have to be read whole."""
         sizes = {key: volume(each.chunks[0].box) for key, each in self._tensors.items() if each.chunks}
         held = sorted(sizes, key=sizes.__getitem__)
         return {held[0], held[len(held) // 2]} if held else set()
@@ -72,7 +73,7 @@ class ChunkedIndex(CheckpointIndex):
         return _read(self._tensors[key].chunks[0], key)
 
     def map_tensor(self, key: str) -> Tensor:
-        """`key` in memory."""
+        """The tensor of `key`, in memory."""
         full = torch.empty(self[key].shape, dtype=self[key].dtype)
         self.node(key).fill(full_box(full.shape), full)
         return full
@@ -103,7 +104,7 @@ def _read(chunk: Chunk, key: str) -> Tensor:
 
 
 def _checked(key: str, tensor: ChunkedTensor, location: str) -> ChunkedTensor:
-    """`tensor` with each chunk once: ranks may have written the same one."""
+    """`tensor` without duplicate chunks: several ranks may have written the same one."""
     chunks = list({chunk.box: chunk for chunk in tensor.chunks}.values())
     full = full_box(tensor.shape)
     boxes = [chunk.box for chunk in chunks if volume(chunk.box)]

@@ -1,8 +1,8 @@
-"""The one adapter over transformers' weight conversions: checkpoint keys to a model's tensors, and back.
+"""Adapter over transformers' weight conversions: checkpoint keys to a model's tensors, and back.
 
-transformers owns the rules: which keys are renamed, which tensors are fused, split or transposed, what may be missing.
-Here its objects run on lazy tensors, so that the result is not loaded weights but, per tensor, where each box of it
-comes from. Written against transformers 5.17 to 5.23, using from it
+transformers owns the rules: which keys are renamed, which tensors are fused, split or transposed, which may be missing.
+Here its objects run on lazy tensors. The result is no loaded weights, but for each tensor the origin of each box.
+Written against transformers 5.17 to 5.24, using from it
 
 - `core_model_loading`: `rename_source_key`, `revert_weight_conversion`, `dot_natural_key`, `WeightConverter`,
   `WeightRenaming` (`add_tensor`, `convert`, `was_used`), `SkipParameters`;
@@ -42,15 +42,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Resolution:
-    """Where every tensor of a model comes from, and what transformers would report.
+    """Origin of every tensor of a model, and the differences that transformers would report.
 
     Attributes:
-        tensors: FQN to its canonical tensor, of the right shape. Tied names are all here when one of them was stored.
-        missing: FQNs the checkpoint has nothing for (tied and ignorable ones excepted): to be initialised.
-        unexpected: Keys of the checkpoint, renamed, that the model has no place for.
-        mismatched: FQN to (shape in the checkpoint, shape in the model): to be initialised too.
-        conversion_errors: FQN to the text of what went wrong converting it; it is also in `missing`.
-        duplicates: Tied FQN to the FQN it is tied to, where the checkpoint holds both.
+        tensors: FQN to its canonical tensor, of the right shape. Has all tied names if one of them is stored.
+        missing: FQNs that the checkpoint lacks (except tied and ignorable ones); they are initialized.
+        unexpected: Renamed keys of the checkpoint that the model does not have.
+        mismatched: FQN to (shape in the checkpoint, shape in the model); they are initialized too.
+        conversion_errors: FQN to the text of a conversion's error; the FQN is also in `missing`.
+        duplicates: Tied FQN to the FQN it is tied to, if the checkpoint holds both.
     """
 
     tensors: Mapping[str, LazyTensor]
@@ -69,16 +69,16 @@ def resolve_keys(
     key_mapping: Mapping[str, str] | None = None,
     prefix: str = "",
 ) -> Resolution:
-    """Find for every tensor of `model` the bytes of the checkpoint that it is made of. Reads no weights.
+    """Finds the tensors of the checkpoint from which each tensor of `model` is made. Reads no weights.
 
-    As a side effect, `model._weight_conversions` keeps the conversions that were used: transformers' own way of
-    remembering the checkpoint's format for saving.
+    As a side effect, `model._weight_conversions` records the used conversions. transformers remembers the checkpoint's
+    format there for saving.
 
     Args:
-        model: Any transformers model, on meta or real, unsplit or split.
+        model: Any transformers model, meta or real, unsplit or split.
         shapes: FQN to canonical shape for the unsplit model: all of `state_dict()` before any split.
-        key_mapping: As for `from_pretrained`: patterns of checkpoint keys to their replacements.
-        prefix: Left out of the keys that begin with it.
+        key_mapping: See `from_pretrained`: patterns of checkpoint keys to their replacements.
+        prefix: Removed from the keys that begin with it.
 
     Raises:
         UnsupportedError: the model is quantized.
@@ -128,7 +128,7 @@ class _CanonicalModel:
 
 
 class _Collected:
-    """One pass of transformers' loading over lazy tensors, and what it found."""
+    """One pass of transformers' loading over lazy tensors, and its findings."""
 
     def __init__(self, model: PreTrainedModel, shapes: Mapping[str, Shape], conversions: list[Any]) -> None:
         self._model = model
@@ -148,7 +148,7 @@ class _Collected:
         self.conversion_errors: dict[str, str] = {}
 
     def add(self, key: str, tensor: LazyTensor) -> None:
-        """Rename `key` and hand its tensor to the conversion that wants it."""
+        """Renames `key` and passes its tensor to the matching conversion."""
         name, pattern = self._rename(key, self._renamings, self._converters)
         if name not in self._shapes and key in self._shapes:
             name, pattern = self._rename(key, [], [])
@@ -169,7 +169,7 @@ class _Collected:
         return rename_source_key(key, renamings, converters, self._model.base_model_prefix, self._shapes)
 
     def convert(self) -> None:
-        """Run the conversions. One that fails is recorded, and what it should have made stays missing."""
+        """Runs the conversions. Records errors; the results of a failed conversion stay missing."""
         info = SimpleNamespace(missing_keys=self.missing, conversion_errors=self.conversion_errors)
         for name, tensor in self._plain.items():
             self._take(name, tensor)
@@ -195,7 +195,7 @@ class _Collected:
             self.mismatched[target] = (shape, wanted)
 
     def tie(self) -> dict[str, str]:
-        """Let one stored name of a tied tensor serve all its names; return the ones stored twice."""
+        """Gives all names of a tied tensor the stored one. Returns the names stored twice."""
         groups: dict[str, list[str]] = {}
         for target, source in self._model.all_tied_weights_keys.items():
             groups.setdefault(source, [source]).append(target)
@@ -214,11 +214,11 @@ class _Collected:
 
 @dataclass(frozen=True)
 class ExportGroup:
-    """Tensors of a model that must be at hand together to write some tensors of a checkpoint.
+    """Tensors of a model that are needed together to write some tensors of a checkpoint.
 
     Attributes:
-        fqns: Names in the model.
-        names: Names in the checkpoint.
+        fqns: names in the model.
+        names: names in the checkpoint.
     """
 
     fqns: tuple[str, ...]
@@ -228,11 +228,11 @@ class ExportGroup:
 
     @property
     def described(self) -> tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]:
-        """Name, dtype and shape of every tensor that `build` gives, in its order."""
+        """Name, dtype and shape of every tensor that `build` yields, in order."""
         return tuple((name, lazy.dtype, tuple(lazy.shape)) for name, lazy in zip(self.names, self._made, strict=True))
 
     def build(self, state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The checkpoint's tensors by name, from the canonical tensors `state` of all `fqns`, one at a time.
+        """Yields the checkpoint's tensors by name, one at a time, from the canonical tensors `state` of all `fqns`.
 
         A tensor that is only renamed is the one in `state`; the others are new.
         """
@@ -258,22 +258,23 @@ class _StateStore:
         return self.tensors[key]
 
     def count(self, nbytes: int) -> None:
-        """Nothing is read from disk."""
+        """Counts nothing: nothing is read from disk."""
 
 
 def has_tied_weights(model: nn.Module, tensor_of: Mapping[str, str]) -> bool:
-    """Whether all names that transformers ties are names of one tensor.
+    """Whether all names that transformers ties share one tensor.
 
     Args:
-        tensor_of: name to the name of its tensor; a name that is not there is the name of its own tensor.
+        tensor_of: name to the name of its tensor; missing names have their own tensor.
     """
     ties = model.all_tied_weights_keys.items() if isinstance(model, PreTrainedModel) else ()
     return all(tensor_of.get(target, target) == tensor_of.get(source, source) for target, source in ties)
 
 
 def untie(config: Any) -> None:
-    """Sets `tie_word_embeddings` of a config, and of configs in it, to False, where their classes keep that value: T5's
-    do not, and transformers ties weights only where a checkpoint has one of them, or equal ones.
+    """Sets `tie_word_embeddings` to False in a config and its nested configs, if the class keeps that value.
+
+    T5's does not. transformers ties weights only if a checkpoint has one of them, or equal ones.
     """
     for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
         if getattr(part, "tie_word_embeddings", False):
@@ -284,15 +285,16 @@ def untie(config: Any) -> None:
 def plan_export(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], *, is_tied: bool = True
 ) -> tuple[ExportGroup, ...]:
-    """How to write `model` in the format of its checkpoint: the smallest groups of tensors that convert together.
+    """Plans writing `model` in the format of its checkpoint: the smallest groups of tensors that convert together.
 
-    transformers' reverse conversion runs once, over all of the model, on lazy tensors: a group is what the result shows
-    to hang together, one tensor mostly. Tied names but one and those that the model never saves are left out.
+    transformers' reverse conversion runs once over the model's lazy tensors. The result shows which tensors belong
+    together; most groups have one tensor. Of tied names only one is written; names that the model never saves are left
+    out.
 
     Args:
-        model: Any transformers model, unsplit or split; the tensors of another model are written as they are.
-        tensors: FQN to a tensor (meta will do) of the canonical shape and dtype to be saved, for the unsplit model.
-        is_tied: whether names that transformers ties are names of one tensor (`has_tied_weights`).
+        model: Any transformers model, unsplit or split. The tensors of other models are written unchanged.
+        tensors: FQN to a (meta) tensor of the canonical shape and dtype to save, for the unsplit model.
+        is_tied: whether names that transformers ties share one tensor (`has_tied_weights`).
     """
     store = _StateStore()
     dropped: set[str] = set()
@@ -315,7 +317,7 @@ def plan_export(
 
 
 def _connected(made: Mapping[str, LazyTensor]) -> Iterable[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Group names that share sources, in order: (sources, names)."""
+    """Groups names that share sources, in order: (sources, names)."""
     group_of: dict[str, dict[str, None]] = {}
     names_of: dict[int, list[str]] = {}
     for name, lazy in made.items():

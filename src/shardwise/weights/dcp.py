@@ -1,8 +1,8 @@
-"""Weights in the formats of torch.distributed.checkpoint (DCP): its own, and its safetensors with the places of shards.
+"""Weights in the formats of torch.distributed.checkpoint (DCP): its own, and safetensors with shard positions.
 
 # [Note: a pickle that cannot run anything]
-DCP keeps its metadata as a pickle. It is read by an unpickler that knows the dataclasses of that metadata and refuses
-every other name, so what it builds is data. The tensors' files are read by torch with `weights_only=True`.
+DCP stores its metadata as a pickle. A restricted unpickler allows only the dataclasses of that metadata, so the result
+is data. torch reads the tensors' files with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -61,10 +61,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 def open_dcp(directory: Path) -> ChunkedIndex:
-    """The model's tensors in a DCP directory: those under "model" (or "state_dict") where it holds more than a model.
+    """Opens the model's tensors in a DCP directory: those under "model" (or "state_dict") if it holds more than a
+    model.
 
     Raises:
-        LoadError: the metadata is damaged, names what is no class of DCP's, or leads out of the directory.
+        LoadError: the metadata is damaged, names a class that DCP does not have, or points outside of the directory.
         UnsupportedError: its files are compressed.
     """
     path = directory / ".metadata"
@@ -81,7 +82,7 @@ def open_dcp(directory: Path) -> ChunkedIndex:
 
 
 def _model_names(tensors: Mapping[str, Any], planner_data: Any) -> dict[str, str]:
-    """The model's tensors: key to name, as the dictionary that was saved was nested."""
+    """The model's tensors: key to name, by the nesting of the saved dictionary."""
     held = [key for key, each in tensors.items() if isinstance(each, metadata.TensorStorageMetadata)]
     paths = {key: tuple((planner_data or {}).get(key, (key,))) for key in held}
     for place in (("model",), ("state_dict",), ("app", "model"), ("state", "model")):
@@ -117,10 +118,10 @@ def _read_slice(key: str, path: Path, offset: int, length: int) -> Tensor:
 
 
 def open_sharded_safetensors(directory: Path) -> ChunkedIndex:
-    """The tensors of safetensors files whose headers say which box each holds, as DCP writes them for transformers.
+    """Opens safetensors files whose headers give the box of each tensor, as DCP writes them for transformers.
 
     Raises:
-        LoadError: a file is damaged, or the places do not fit.
+        LoadError: a file is damaged, or the boxes do not fit.
     """
     dtypes: dict[str, torch.dtype] = {}
     chunks: dict[str, list[Chunk]] = {}

@@ -1,4 +1,4 @@
-"""Weights in whatever format a directory holds them, found by its files."""
+"""Opens weights in the format that a directory holds, recognized by its files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["config_place", "open_weights"]
 
 
 def config_place(source: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """Where the model's config is: `source`, or beside or inside of a checkpoint of others, where they keep it."""
+    """Place of the model's config: `source`, or beside or inside another system's checkpoint."""
     path = Path(source)
     if not path.is_dir() or kinds.kind_of(path) not in kinds.CONVERTIBLE:
         return source
@@ -23,11 +23,12 @@ def config_place(source: str | os.PathLike[str]) -> str | os.PathLike[str]:
 
 
 def open_weights(path_or_hub_id: str | os.PathLike[str], **options: Any) -> CheckpointIndex:
-    """Opens the weights of a directory or a hub id: safetensors of Hugging Face, or a checkpoint of
-    torch.distributed.checkpoint or of transformers' distributed format. `options` are `HUB_OPTIONS`.
+    """Opens the weights of a directory or hub id: Hugging Face safetensors, DCP, or transformers' distributed format.
+
+    `options` are `HUB_OPTIONS`.
 
     Raises:
-        LoadError: nothing is there, it is damaged, its parts leave a gap, or it has to be converted first.
+        LoadError: nothing is there, it is damaged, its parts leave a gap, or it must be converted first.
         UnsupportedError: a file is compressed.
     """
     directory = Path(path_or_hub_id) / (options.get("subfolder") or "")

@@ -1,8 +1,7 @@
-"""`CheckpointIndex`: a checkpoint's keys, shapes and dtypes, and any box of any tensor.
+"""`CheckpointIndex`: keys, shapes and dtypes of a checkpoint, and any box of any tensor.
 
-Opening reads headers only. The safetensors library maps the files privately into memory: a box is copied straight from
-the page cache into the tensor that will hold it, so no anonymous memory is used beyond that tensor, whatever the box's
-strides.
+Opening reads only headers. The safetensors library maps the files privately. A box is copied from the page cache
+directly into its destination tensor, whatever the strides, so no other memory is used.
 """
 
 import hashlib
@@ -35,7 +34,7 @@ _LFS_POINTER = b"version https://git-lfs"
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a checkpoint: its file and what it is there."""
+    """File, dtype and shape of one tensor in a checkpoint."""
 
     path: Path
     dtype: torch.dtype
@@ -45,7 +44,7 @@ class TensorEntry:
 class CheckpointIndex(Mapping[str, TensorEntry]):
     """The tensors of a safetensors checkpoint by key; a context manager that closes its files.
 
-    `bytes_read` counts what was asked of the checkpoint: the sum of the slices copied, in the dtype they are stored in.
+    `bytes_read` counts the copied bytes, in the stored dtype.
     """
 
     def __init__(self, files: Mapping[Path, Any], location: str, named: Mapping[str, str]) -> None:
@@ -62,11 +61,11 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
 
     @classmethod
     def open(cls, path_or_hub_id: str | os.PathLike[str], **options: Any) -> "CheckpointIndex":
-        """Open a local directory or a hub id; `options` are `HUB_OPTIONS`.
+        """Opens a local directory or a hub id; `options` are `HUB_OPTIONS`.
 
         Raises:
-            LoadError: nothing there, no safetensors, a shard is missing, empty, truncated or damaged, or the index
-                file names a key that its shard does not hold.
+            LoadError: nothing there, no safetensors, a shard is missing, empty, truncated or damaged, or the index file
+                names a key that its shard does not hold.
         """
         files = locate_files(path_or_hub_id, **options)
         opened = {path: _open(path) for path in files.paths}
@@ -91,13 +90,15 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
         self._mapped.clear()
 
     def node(self, key: str) -> StoredTensor:
-        """`key`, to be read box by box."""
+        """Lazy tensor of `key`, read box by box."""
         entry = self[key]
         return _Mapped(self, key, entry.shape, entry.dtype)
 
     def describe(self) -> dict[str, str]:
-        """By key a text that is the same for the same weights, and as good as never for others: the tensor's dtype and
-        shape, and a checksum of some of its bytes. It touches a page for each of up to a thousand places.
+        """Text per key that differs for different weights with near certainty: dtype, shape, and a checksum of some
+        bytes.
+
+        Touches one page at each of up to a thousand places.
         """
         chosen = self._to_sample()
         most = min(4, max(1, _SAMPLES // max(1, len(chosen))))  # places of a tensor
@@ -108,36 +109,35 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
         }
 
     def digest(self) -> str:
-        """A digest of what `describe` says."""
+        """Digest of `describe`."""
         return hashlib.sha256(repr(self.describe()).encode()).hexdigest()[:32]
 
     def _to_sample(self) -> set[str]:
         return set(list(self)[:: -(-len(self) // _SAMPLES)]) if self else set()
 
     def _mapped_part(self, key: str) -> torch.Tensor:
-        """The tensor, or a part of it that is cheap to have."""
+        """The tensor, or a part of it that is cheap to read."""
         return self.map_tensor(key)
 
     def map_tensor(self, key: str) -> torch.Tensor:
         """`key` as a tensor over the mapped file: nothing is read until elements are copied from it.
 
-        Never write to it, and drop it soon: it keeps the file mapped.
+        Never write to it, and release it soon: it keeps the file mapped.
         """
         return self._mapped[key]
 
     def count(self, nbytes: int) -> None:
-        """Add to `bytes_read` what was copied out of a mapped tensor."""
+        """Adds bytes that were copied out of a mapped tensor to `bytes_read`."""
         self.bytes_read += nbytes
 
 
 @dataclass(eq=False)
 class _Mapped(StoredTensor):
     def map_rows(self, box: Box) -> torch.Tensor | None:
-        """The elements `box` as a tensor of their own over the private map; None where they are not contiguous.
+        """The elements `box` as a tensor over its own private mapping; None if they are not contiguous.
 
-        Its pages are read when they are touched and become this process's own when they are written: nobody else sees
-        that, the file least of all. Its storage holds these elements and no others. Replacing or deleting the file does
-        it no harm; a file that is cut short in place would.
+        Pages are read when touched, and copied when written, so the file never changes. The storage holds only these
+        elements. Replacing or deleting the file does no harm; truncating it in place would.
         """
         shape = shape_of(box)
         if shape[1:] != self.shape[1:] or math.prod(shape) * self.dtype.itemsize < _MAPPED_BYTES:

@@ -1,4 +1,4 @@
-"""What a directory holds, by the names of its files. No file is opened."""
+"""Recognizes a directory by the names of its files. Opens no file."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ _KINDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 
 
 def kind_of(path: Path) -> str | None:
-    """The kind of the directory `path`; None where it is unknown."""
+    """Kind of the directory `path`; None if unknown."""
     return _find(path)[0]
 
 
 def describe_kind(path: Path) -> dict[str, str]:
-    """`why` and `fix` of an error about a directory in which no checkpoint was found."""
+    """`why` and `fix` of an error about a directory without a checkpoint."""
     kind, fix = _find(path)
     if kind is None:
         return {"fix": "pass a directory of checkpoints, as shardwise.save_checkpoint writes them"}
@@ -71,10 +71,10 @@ def describe_kind(path: Path) -> dict[str, str]:
 
 
 def check_no_checkpoint(path: str | os.PathLike[str], *, what: str = "a model") -> None:
-    """Raises `LoadError` where `path` is one of our checkpoints, or a directory of them.
+    """Raises `LoadError` if `path` is one of our checkpoints, or a directory of them.
 
     Args:
-        what: is read from there: "a model", or "an adapter".
+        what: what the caller wants to read there: "a model", or "an adapter".
     """
     if not os.path.isdir(path):  # noqa: PTH112 - pathlib raises: a name too long
         return

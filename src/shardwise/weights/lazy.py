@@ -1,12 +1,12 @@
-"""`LazyTensor`: represents bytes in a checkpoint, and transformers' weight conversions run on it unchanged.
+"""`LazyTensor`: represents bytes in a checkpoint. transformers' weight conversions run on it unchanged.
 
-A conversion slices, stacks, concatenates, transposes and reshapes full tensors. Run on lazy tensors it moves nothing:
-each operation becomes a node that knows how to pull a box back to its sources (`nodes.py`). Reading a box then touches
-only the bytes it is made of.
+A conversion slices, stacks, concatenates, transposes and reshapes full tensors. On lazy tensors each operation becomes
+a node that maps a box back to its sources (`nodes.py`), and no bytes move. Reading a box then touches only the bytes it
+is made of.
 
 # [Note: operations outside the algebra]
-What is not a rearrangement (arithmetic, gathers by index, strided slices, what depends on values) is run at once, on
-its full arguments: right, but it reads and holds more than any box. No conversion of transformers' does so.
+Other operations (arithmetic, gathers by index, strided slices, operations that depend on values) run at once on their
+full arguments. That is correct, but reads more than a box. No conversion of transformers does it.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ _aten = torch.ops.aten
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor that has a shape, strides and a dtype, and reads its elements when asked to.
+    """A tensor with shape, strides and dtype that reads its elements on demand.
 
     It claims to be on the CPU. Its metadata is that of a meta tensor on which the same operations ran.
     """
@@ -53,17 +53,17 @@ class LazyTensor(torch.Tensor):
 
     @classmethod
     def of(cls, store: Store, key: str, shape: Sequence[int], dtype: torch.dtype) -> "LazyTensor":
-        """The stored tensor `key`."""
+        """Lazy tensor of the stored tensor `key`."""
         return cls.of_node(StoredTensor(store, key, tuple(shape), dtype))
 
     @classmethod
     def of_node(cls, node: StoredTensor) -> "LazyTensor":
-        """A stored tensor."""
+        """Lazy tensor of a stored tensor."""
         return cls(node, torch.empty(node.shape, dtype=node.dtype, device="meta"))
 
     @classmethod
     def of_value(cls, value: torch.Tensor) -> "LazyTensor":
-        """An ordinary tensor, held in memory."""
+        """Lazy tensor of an ordinary tensor in memory."""
         return cls(_node_of(value), value.to("meta"))
 
     # Every operation goes to __torch_dispatch__, where few and primitive ones arrive.
@@ -80,7 +80,7 @@ class LazyTensor(torch.Tensor):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The stored tensors it is made of, in order of use."""
+        """Keys of the stored tensors it is made of, in order of use."""
         return tuple(dict.fromkeys(node.key for node in self.node.walk() if isinstance(node, StoredTensor)))
 
     def read(self, box: Box | None = None, *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -98,9 +98,9 @@ class LazyTensor(torch.Tensor):
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> torch.Tensor:
-        """A new tensor of `local_shape` that owns its storage, made of `pieces` of this one, which fill it.
+        """New tensor of `local_shape` that owns its storage, filled by `pieces` of this tensor.
 
-        Elements go from the checkpoint straight to their place; nothing else of their size is allocated.
+        Elements go from the checkpoint directly to their place; nothing else of their size is allocated.
 
         Raises:
             LoadError: the checkpoint cannot be read.
@@ -112,16 +112,16 @@ class LazyTensor(torch.Tensor):
         return out
 
     def map_local(self, pieces: Sequence[Piece], local_shape: Sequence[int]) -> torch.Tensor | None:
-        """As `read_local`, but private pages of the checkpoint's map, where the tensor is contiguous there; else None.
+        """`read_local` as private pages of the checkpoint's mapping if the part is contiguous there; else None.
 
-        Nothing is read until it is touched, and writing to it copies its pages.
+        Nothing is read until it is touched. Writing copies the pages.
         """
         shape = tuple(local_shape)
         is_one_box = len(pieces) == 1 and shape != () and shape_of(pieces[0].full) == shape
         return self.node.map_rows(pieces[0].full) if is_one_box else None
 
     def fill(self, box: Box, out: torch.Tensor) -> None:
-        """Copy the elements `box` into `out`, which has their shape."""
+        """Copies the elements `box` into `out`, which has their shape."""
         with torch.no_grad():
             self.node.fill(box, out)
 
@@ -166,7 +166,7 @@ def _node_of(value: torch.Tensor) -> Node:
 
 
 class _Constant:
-    """A `Store` for an ordinary tensor that a conversion brought along."""
+    """`Store` of an ordinary tensor that a conversion has added."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self._value = value
@@ -175,7 +175,7 @@ class _Constant:
         return self._value
 
     def count(self, nbytes: int) -> None:
-        """Not read from a checkpoint, so not counted."""
+        """Counts nothing: the tensor is not read from a checkpoint."""
 
 
 def _same(meta: torch.Tensor, source: LazyTensor, **_: Any) -> Node:

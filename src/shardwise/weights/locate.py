@@ -1,4 +1,4 @@
-"""Which safetensors files make up a checkpoint: a local directory, or a hub id through the Hugging Face cache."""
+"""Finds the safetensors files of a checkpoint: a local directory, or a hub id through the Hugging Face cache."""
 
 import json
 import os
@@ -33,7 +33,7 @@ HUB_OPTIONS = (
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """The files of a checkpoint, in order; with an index file, the file that each key should be in."""
+    """The files of a checkpoint, in order; with an index file, also the file of each key."""
 
     paths: tuple[Path, ...]
     index_path: Path | None = None
@@ -43,15 +43,15 @@ class CheckpointFiles:
 def locate_files(
     path_or_hub_id: str | os.PathLike[str], *, variant: str | None = None, **options: Any
 ) -> CheckpointFiles:
-    """Find `model.safetensors`, or `model.safetensors.index.json` and its shards.
+    """Finds `model.safetensors`, or `model.safetensors.index.json` and its shards.
 
     Args:
         path_or_hub_id: A directory, or a hub id.
         variant: As in `model.fp16.safetensors`.
-        options: The rest of `HUB_OPTIONS`.
+        options: The other `HUB_OPTIONS`.
 
     Raises:
-        LoadError: there is no such directory or hub id, or it holds no safetensors weights, or a shard is missing.
+        LoadError: there is no such directory or hub id, it holds no safetensors weights, or a shard is missing.
     """
     single, index = _add_variant(SAFE_WEIGHTS_NAME, variant), _add_variant(SAFE_WEIGHTS_INDEX_NAME, variant)
     directory = locate_source(path_or_hub_id, **options)
@@ -75,10 +75,9 @@ def locate_files(
 
 
 def locate_source(path_or_hub_id: str | os.PathLike[str], **hub_options: Any) -> Path | None:
-    """The directory that `path_or_hub_id` names, or None for a hub id: a name that is no directory, but could be one.
+    """The directory that `path_or_hub_id` names; None for a hub id (no directory, but a valid name).
 
-    Where the cache has nothing of a hub id, the hub must answer. It is asked once, because its own library would go on
-    asking for half a minute.
+    If the cache has nothing of a hub id, the hub is asked once. The hub's own library would retry for half a minute.
 
     Raises:
         LoadError: there is no such directory, and the name is no hub id; or the hub does not answer.

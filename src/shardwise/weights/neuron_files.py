@@ -1,10 +1,11 @@
-"""Weights that neuronx_distributed (NxD) and Optimum Neuron write, a `.pt` file per tp and pp rank, for `shardwise
-convert`. torch reads them with `weights_only=True`.
+"""Weights of neuronx_distributed (NxD) and Optimum Neuron, a `.pt` file per tp and pp rank, for `shardwise convert`.
+
+torch reads the files with `weights_only=True`.
 
 # [Note: joined by plan]
-NxD's files hold local tensors and do not say how they were divided. A tensor is joined where our plan for the model
-gives every rank one run along one dim, in rank order and of the shapes in the files. Fused tensors, copied or reordered
-heads, and parameters of other names do not pass, and are refused.
+NxD's files hold local tensors without a description of the split. A tensor is joined if our plan for the model gives
+every rank one run along one dim, in rank order, with the shapes in the files. Fused tensors, copied or reordered heads,
+and parameters of other names are refused.
 
 # [Note: heads of Optimum Neuron]
 Optimum Neuron writes metadata beside the files. Key and value heads are repeated `kv_size_multiplier` times (all heads,
@@ -43,13 +44,13 @@ _NOT_SAID = {
 
 
 class _TensorReference:
-    """Represents torch_xla's class of that name: a tensor in a file of its own."""
+    """Stands for torch_xla's class of that name: a tensor in its own file."""
 
     tid: int
 
 
 def open_nxd(directory: Path, layouts: Layouts) -> ChunkedIndex:
-    """The model's tensors in the directory of a tag, or in one that has a single tag. See [Note: joined by plan].
+    """Opens the model's tensors in the directory of a tag, or in one with a single tag. See [Note: joined by plan].
 
     Raises:
         LoadError: a file is missing or damaged.
@@ -84,7 +85,7 @@ def _join(name: str, states: _States, layout: Layout | None) -> ChunkedTensor:
 
 
 def _runs(layout: Layout, shapes: Sequence[tuple[int, ...]]) -> list[Box] | None:
-    """The ranks' boxes in the full tensor, if they are consecutive runs along one dim with these shapes."""
+    """The ranks' boxes in the full tensor if they are consecutive runs along one dim with these shapes; else None."""
     pieces = [layout.pieces({"tp": rank}) for rank in range(len(shapes))]
     boxes = [each[0].full for each in pieces if len(each) == 1]
     cut = [dim for dim, size in enumerate(layout.shape) if shapes[0][dim] != size]
@@ -95,10 +96,10 @@ def _runs(layout: Layout, shapes: Sequence[tuple[int, ...]]) -> list[Box] | None
 
 
 def open_optimum_neuron(directory: Path) -> ChunkedIndex:
-    """The model's tensors in a directory with `shards/`, or in `shards/`. See [Note: heads of Optimum Neuron].
+    """Opens the model's tensors in a directory with `shards/`, or in `shards/`. See [Note: heads of Optimum Neuron].
 
     Raises:
-        LoadError: a file is missing or damaged, or does not fit the metadata.
+        LoadError: a file is missing or damaged, or contradicts the metadata.
     """
     root = directory / "shards" if (directory / "shards").is_dir() else directory
     tensors: dict[str, ChunkedTensor] = {}
@@ -120,7 +121,7 @@ def open_optimum_neuron(directory: Path) -> ChunkedIndex:
 
 
 def _originals(name: str, heads: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The model's names of the tensors in `name`, each with "q", "k", "v", "output" or ""."""
+    """The model's names of the tensors fused into `name`, each with "q", "k", "v", "output" or ""."""
     renamed = heads.get("original_names_to_gqa_qkv_names") or {}
     originals = [original for original, found in renamed.items() if found == name]
     kinds = "qkv" if name.endswith("_qkv") else name[-1]
@@ -157,7 +158,7 @@ def _unsharded(name: str, kind: str, states: _States, dim: int | None, heads: Ma
 
 
 def _order(kind: str, total: int, heads: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """The runs (start, length) of the ranks' concatenated rows that make up the full tensor, in its order."""
+    """Runs (start, length) of the ranks' concatenated rows that make up the full tensor, in its order."""
     if not kind:
         return [(0, total)]
     copies, num_keys = int(heads["kv_size_multiplier"]), int(heads["num_key_value_heads"])
@@ -168,7 +169,7 @@ def _order(kind: str, total: int, heads: Mapping[str, Any]) -> list[tuple[int, i
 
 
 def _stages(directory: Path) -> dict[int, list[Path]]:
-    """The files of data rank 0 by stage, in the order of tp ranks."""
+    """Files of data rank 0 by stage, in the order of tp ranks."""
     found: dict[int, dict[int, Path]] = {}
     for path in sorted(directory.glob("dp_rank_*.pt")):
         match = _NAME.fullmatch(path.name)
@@ -194,7 +195,7 @@ def _load(path: Path) -> Any:
 
 
 def _load_state(path: Path) -> dict[str, Tensor]:
-    """A rank's tensors; with xser each is in a file of its own."""
+    """A rank's tensors; with xser each is in its own file."""
     state = _load(path)
     if not isinstance(state, Mapping):
         raise LoadError(f"{path.name} holds a {type(state).__name__}", at=str(path), why="a state dict was expected")

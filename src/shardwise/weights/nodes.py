@@ -1,7 +1,7 @@
-"""What a lazy tensor is made of: a graph of layout operations over stored tensors, from which boxes can be pulled.
+"""Nodes of lazy tensors: a graph of layout operations over stored tensors, from which boxes can be read.
 
-`fill(box, out)` copies the elements `box` of a node into `out`, asking its sources for what the box needs and
-for nothing else. `out` may have any strides, dtype and device; it is filled as by `out.copy_(value)`.
+`fill(box, out)` copies the elements `box` of a node into `out`. It asks the sources only for the elements of the box.
+`out` may have any strides, dtype and device, as in `out.copy_(value)`.
 """
 
 from abc import ABC, abstractmethod
@@ -27,19 +27,19 @@ __all__ = [
 
 
 class Store(Protocol):
-    """Where the bytes come from; `CheckpointIndex` is one."""
+    """Source of stored tensors; `CheckpointIndex` is one."""
 
     def map_tensor(self, key: str) -> torch.Tensor:
         """The tensor `key`, without copying it."""
         ...
 
     def count(self, nbytes: int) -> None:
-        """Told how many bytes were copied out of a mapped tensor."""
+        """Records how many bytes were copied out of a mapped tensor."""
         ...
 
 
 class Node(ABC):
-    """One tensor in the graph, with the nodes it is made of. `shape` and `dtype` are its own."""
+    """One tensor in the graph, with its shape, its dtype and the nodes it is made of."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -47,14 +47,14 @@ class Node(ABC):
 
     @abstractmethod
     def fill(self, box: Box, out: torch.Tensor) -> None:
-        """Copy the elements `box` into `out`."""
+        """Copies the elements `box` into `out`."""
 
     def map_rows(self, box: Box) -> torch.Tensor | None:
-        """The elements `box` as a tensor of their own that nothing was read for yet, where their store has such."""
+        """The elements `box` as a new lazily mapped tensor, if the store supports it; else None."""
         return None
 
     def walk(self) -> "Iterator[Node]":
-        """This node and all below it, each once."""
+        """Yields this node and all below it, each once."""
         seen, todo = {id(self)}, [self]
         while todo:
             node: Node = todo.pop()
@@ -102,7 +102,7 @@ class Permuted(_Unary):
 
 @dataclass(eq=False)
 class Narrowed(_Unary):
-    """The source from `start` on along `dim`, as far as `shape` says."""
+    """Slice of the source along `dim`, from `start`; `shape` gives its length."""
 
     dim: int
     start: int
@@ -129,7 +129,7 @@ class Reshaped(_Unary):
 
 @dataclass(eq=False)
 class Joined(Node):
-    """The parts one after the other along `dim`; all of one dtype."""
+    """Concatenation of the parts along `dim`; all have one dtype."""
 
     parts: tuple[Node, ...]
     shape: tuple[int, ...]

@@ -1,9 +1,9 @@
-"""What appears on disk complete or not at all: a file, or a directory of files.
+"""Files and directories that appear complete or not at all.
 
 # [Note: replacing a directory]
-A new directory is written under a hidden name next to its target, flushed to disk and renamed. A directory that stands
-at the target is renamed out of the way before, to the name that `aside_of` gives: after a crash between the two moves
-it is found there, complete.
+A new directory is written under a hidden name next to its target, flushed to disk and renamed. An existing target is
+first renamed to the name that `aside_of` gives. After a crash between the two renames, the old directory is found
+there, complete.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 @contextmanager
 def disk_errors(summary: str, *, fix: str | None = None) -> Iterator[None]:
-    """Raises `LoadError(summary)` for an `OSError` in the block."""
+    """Context manager: converts an `OSError` to `LoadError(summary)`."""
     try:
         yield
     except LoadError:
@@ -52,9 +52,9 @@ def disk_errors(summary: str, *, fix: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Gives a hidden name next to `path` to write to, flushes it and renames it to `path` when the block ends well.
+    """Context manager: gives a hidden name next to `path`; after the block, flushes the file and renames it to `path`.
 
-    What stood at `path` is replaced. An exception on the way, Ctrl-C included, removes what was written.
+    Replaces an existing file. An exception in the block, Ctrl-C included, removes the new file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial-{uuid.uuid4().hex}")  # processes of two machines have one id
@@ -68,11 +68,11 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 class StagedDirectory:
-    """A directory under way: files are written into `path`, and `commit` makes it the target.
+    """A directory being written: files go to `path`, and `commit` renames it to `target`.
 
     Attributes:
-        target: where the directory will stand. A directory that stands there is replaced.
-        path: where the directory is until then, under a name that `leftovers` finds.
+        target: final place of the directory. An existing directory there is replaced.
+        path: temporary place, under a name that `leftovers` finds.
 
     Raises:
         OSError: the directory cannot be made.
@@ -84,14 +84,14 @@ class StagedDirectory:
         self.path.mkdir(parents=True)
 
     def abort(self) -> None:
-        """Removes what was written. Does nothing after `commit`."""
+        """Removes the written files. Does nothing after `commit`."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def commit(self) -> None:
         """Flushes all files, and renames the directory to the target.
 
         Raises:
-            OSError: a file cannot be flushed or a directory renamed; the target is then as it was.
+            OSError: a file cannot be flushed or a directory renamed; the target is then unchanged.
         """
         for each in (*self.path.rglob("*"), self.path):
             flush_path(each)
@@ -110,23 +110,23 @@ class StagedDirectory:
 
 
 def aside_of(target: Path) -> Path:
-    """The place of what stood at `target` while it is replaced."""
+    """Name to which an existing `target` is moved while it is replaced."""
     return target.with_name(f".{target.name}.replaced")
 
 
 def find_asides(parent: Path) -> dict[str, Path]:
-    """Directories in `parent` that a crash left out of their place, by the names they had there."""
+    """Directories in `parent` that a crash left under such a name, by their original names."""
     matches = ((_ASIDE.fullmatch(path.name), path) for path in parent.iterdir())
     return {match["name"]: path for match, path in matches if match}
 
 
 def leftovers(parent: Path) -> list[Path]:
-    """Directories in `parent` that a crash of a save left unfinished, in any process that saves there."""
+    """Unfinished directories in `parent` that crashed saves of any process left."""
     return [path for path in parent.iterdir() if _LEFTOVER.fullmatch(path.name)]
 
 
 def flush_path(path: Path) -> None:
-    """Flushes a file, or the names in a directory, to disk."""
+    """Flushes a file, or the entries of a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
-"""A safetensors file that is written tensor by tensor, and checksummed on the way.
+"""Writes a safetensors file tensor by tensor, with checksums.
 
-The safetensors library writes files from tensors that are all in host memory at once; a rank that saves what it trains
-has them on a device, or as views. The format is a page (https://github.com/huggingface/safetensors#format): 8 bytes
-with the header's length, the header as JSON, the tensors' bytes. It is read by the library.
+The safetensors library writes only tensors that are all in host memory at once. A rank that saves has them on a device,
+or as views. The format (https://github.com/huggingface/safetensors#format): 8 bytes with the header's length, the
+header as JSON, the tensors' bytes. The library reads the files.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _PIECE_BYTES = 2**22  # written and checksummed together, while it is in the pro
 
 
 class TensorFileWriter:
-    """Writes one file; a context manager that flushes it when the block ends well.
+    """Writes one file; a context manager that flushes it at the end of the block.
 
     Args:
-        path: of the file, which must not exist.
-        tensors: name, dtype and shape of each, in the order in which `write` gets them: wide elements first, so that
-            each starts at a multiple of its element size.
+        path: path of the file, which must not exist.
+        tensors: name, dtype and shape of each tensor, in the order of the `write` calls: wide dtypes first, so that
+            each tensor is aligned to its element size.
 
     Attributes:
-        header_crc: CRC-32 of what stands before the tensors' bytes.
-        num_bytes: written so far.
+        header_crc: CRC-32 of everything before the tensors' bytes.
+        num_bytes: bytes written so far.
 
     Raises:
         OSError: the file cannot be made or written.
@@ -72,7 +72,7 @@ class TensorFileWriter:
         self._write(memoryview(text))
 
     def write(self, tensor: Tensor) -> int:
-        """Appends the elements of the next tensor; returns the CRC-32 of its bytes. It must be in host memory."""
+        """Appends the next tensor, which must be in host memory; returns the CRC-32 of its bytes."""
         content = bytes_of(tensor)
         crc = 0
         for at in range(0, len(content), _PIECE_BYTES):
@@ -105,16 +105,16 @@ class TensorFileWriter:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The elements of a tensor in host memory, in row-major order; a copy only where they are not stored so."""
+    """The bytes of a tensor in host memory, in row-major order; copied only if it is not contiguous."""
     return memoryview(as_bytes(tensor.detach()).numpy().data) if tensor.numel() else memoryview(b"")
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The elements of a tensor in row-major order as `uint8`: a view of a contiguous one, else of a copy."""
+    """The elements in row-major order as `uint8`: a view of a contiguous tensor, else of a copy."""
     flat = tensor.contiguous().reshape(-1)
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element counts as contiguous whatever its stride
 
 
 def crc_of(tensor: Tensor) -> int:
-    """The CRC-32 of a tensor's bytes, as `TensorFileWriter.write` returns it."""
+    """CRC-32 of a tensor's bytes, as `TensorFileWriter.write` returns it."""
     return zlib.crc32(bytes_of(tensor))

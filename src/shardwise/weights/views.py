@@ -1,8 +1,7 @@
-"""Boxes seen through a reshape.
+"""Maps boxes through a reshape.
 
-A reshape keeps the row-major order of the elements and nothing else, so a box of the result is in general several boxes
-of the source. Dims that a reshape leaves alone, splits or merges among themselves form groups, and only inside a group
-do boxes have to be taken apart.
+A reshape keeps only the row-major order of the elements, so a box of the result is in general several boxes of the
+source. Dims that a reshape keeps, splits or merges form groups. Boxes are taken apart only inside a group.
 """
 
 import itertools
@@ -17,11 +16,11 @@ Shape = tuple[int, ...]
 
 
 def reshape_boxes(box: Box, shape: Shape, source_shape: Shape) -> list[tuple[Box, Box]]:
-    """The elements `box` of a tensor of `shape` that was reshaped from `source_shape`.
+    """Maps the elements `box` of a tensor of `shape` that was reshaped from `source_shape`.
 
     Returns:
-        Pairs (box of the source, box of the result) that hold the same elements in the same row-major order. Their
-        result boxes are disjoint and make up `box`. Empty when `box` is.
+        Pairs (box of the source, box of the result) with the same elements in the same row-major order. The result
+            boxes are disjoint and cover `box`. Empty if `box` is.
     """
     if any(start >= stop for start, stop in box):
         return []
@@ -35,7 +34,7 @@ def reshape_boxes(box: Box, shape: Shape, source_shape: Shape) -> list[tuple[Box
 
 
 def _groups(shape: Shape, source_shape: Shape) -> Iterator[tuple[slice, slice]]:
-    """Smallest runs of dims of the two shapes with equal products. The shapes hold no zero."""
+    """Yields the smallest runs of dims of the two shapes with equal products. The shapes contain no zero."""
     i = j = 0
     while i < len(shape) or j < len(source_shape):
         i_start, j_start = i, j
@@ -70,7 +69,7 @@ def _group_boxes(box: Box, shape: Shape, source_shape: Shape) -> list[tuple[Box,
 
 
 def _flat_runs(box: Box, shape: Shape) -> Iterator[Interval]:
-    """The elements of `box` as runs of row-major positions, in order."""
+    """Yields the elements of `box` as runs of row-major positions, in order."""
     inner = len(shape)
     while inner > 1 and box[inner - 1] == (0, shape[inner - 1]):
         inner -= 1
@@ -87,7 +86,7 @@ def _flat_runs(box: Box, shape: Shape) -> Iterator[Interval]:
 
 
 def _run_boxes(run: Interval, shape: Shape) -> Iterator[tuple[Interval, Box]]:
-    """A run of row-major positions as boxes of `shape`, in order, each with the run it covers."""
+    """Yields a run of row-major positions as boxes of `shape`, in order, each with the run it covers."""
     if not shape:
         yield run, ()
         return

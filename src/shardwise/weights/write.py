@@ -1,10 +1,10 @@
-"""Plain Hugging Face safetensors, streamed: one file, or numbered shards with their index.
+"""Plain Hugging Face safetensors, streamed: one file, or numbered shards with an index.
 
 # [Note: file by file]
-All files are written to a hidden directory in the target, which is so on the same disk, and flushed. `finish` moves
-them into the target one by one; it touches nothing else but older weights. Last comes what `from_pretrained` looks for
-first: `model.safetensors`, or the index of the shards. Old ones of both are removed first: a crash in
-between leaves no model to load, never parts of two.
+All files are written to a hidden directory inside the target, on the same disk, and flushed. `finish` moves them into
+the target one by one. It removes nothing except older weights. The file that `from_pretrained` looks for first comes
+last: `model.safetensors`, or the index. Old ones of both are removed first. So a crash in between leaves no model to
+load, and never parts of two models.
 """
 
 import json
@@ -35,16 +35,16 @@ _STAGING = ".shardwise-export-"
 
 
 class PlannedShards:
-    """The shards of an export under way. Several processes may each write some of them, each shard's tensors in order.
+    """The shards of a running export. Several processes may each write some shards, each shard's tensors in order.
 
     Args:
-        staging: the directory that holds them.
+        staging: directory that holds the shards.
         planned: every tensor, in order.
-        max_shard_bytes: of tensors per file; a larger tensor has a file to itself.
+        max_shard_bytes: bytes of tensors per file; a larger tensor gets its own file.
 
     Attributes:
-        names: of the tensors of every shard.
-        total_bytes: of all of them.
+        names: names of the tensors of every shard.
+        total_bytes: bytes of all tensors.
     """
 
     def __init__(self, staging: Path, planned: Sequence[Planned], *, max_shard_bytes: int) -> None:
@@ -64,15 +64,15 @@ class PlannedShards:
         self._files: dict[int, tuple[TensorFileWriter, list[Planned]]] = {}
 
     def shard_of(self, name: str) -> int:
-        """The number of the shard that holds a tensor."""
+        """Number of the shard that holds a tensor."""
         return self._shards[name]
 
     def path(self, number: int) -> Path:
-        """Where a shard is until it has its name."""
+        """Temporary path of a shard."""
         return self._staging / f".shard-{number}"
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Writes the next tensor of its shard; with the last one the shard is flushed to disk."""
+        """Writes the next tensor of its shard; after the last one, flushes the shard to disk."""
         number = self._shards[name]
         if number not in self._files:
             shard = self._planned[number]
@@ -90,14 +90,14 @@ class PlannedShards:
             file.close()
 
     def check_complete(self) -> None:
-        """Raises `LoadError` where a tensor of this process's shards was not written."""
+        """Raises `LoadError` if a tensor of this process's shards was not written."""
         for _, left in self._files.values():
             if left:
                 raise LoadError(f"{left[0][0]!r} was planned and not written", at=str(self._staging))
 
 
 def check_target(directory: str | os.PathLike[str]) -> None:
-    """Raises `LoadError` where weights that are written to `directory` would mix with what it holds."""
+    """Raises `LoadError` if new weights in `directory` would mix with files that are there."""
     for name, what, why in (
         (ADAPTER_CONFIG, "an adapter", "from_pretrained would add it to what is written"),
         ("manifest.json", "a checkpoint", "some of its files would be replaced"),
@@ -107,17 +107,18 @@ def check_target(directory: str | os.PathLike[str]) -> None:
 
 
 class PretrainedWriter:
-    """Writes weights and companion files into a directory, one tensor at a time; a context manager that removes
-    unfinished files. See [Note: file by file].
+    """Writes weights and companion files into a directory, one tensor at a time. See [Note: file by file].
+
+    A context manager that removes unfinished files.
 
     Args:
-        directory: the target. Files of the same names and older weights in it are replaced, all others stay.
-        max_shard_bytes: of tensors per file; a larger tensor has a file to itself.
+        directory: the target. Files of the same names and older weights are replaced; all others stay.
+        max_shard_bytes: bytes of tensors per file; a larger tensor gets its own file.
         planned: every tensor that will be added, in order.
 
     Attributes:
-        staging: the hidden directory in the target that holds all files until `finish`.
-        shards: the files of weights in it.
+        staging: hidden directory in the target that holds all files until `finish`.
+        shards: the weight files in it.
 
     Raises:
         LoadError: the target cannot be made or written, or holds an adapter or a checkpoint of ours.
@@ -144,7 +145,7 @@ class PretrainedWriter:
         self.abort()
 
     def abort(self) -> None:
-        """Removes what is not finished."""
+        """Removes the unfinished files."""
         self.shards.close()
         shutil.rmtree(self.staging, ignore_errors=True)
 
@@ -159,10 +160,10 @@ class PretrainedWriter:
 
     @contextmanager
     def companions(self) -> Iterator[Path]:
-        """Gives `staging` to a block in which other libraries write files beside the weights.
+        """Context manager: gives `staging` to a block in which other libraries write files beside the weights.
 
         Raises:
-            LoadError: something in the block fails.
+            LoadError: the block fails.
         """
         try:
             yield self.staging
@@ -176,11 +177,11 @@ class PretrainedWriter:
         """Writes the index, and moves all files into the target.
 
         Args:
-            metadata: For the index file, besides `total_size`; transformers writes `total_parameters`.
+            metadata: for the index file, besides `total_size`; transformers writes `total_parameters`.
 
         Raises:
-            LoadError: a tensor was not added, or a file cannot be written. Unless files were being moved already, the
-                target is then as it was.
+            LoadError: a tensor was not added, or a file cannot be written. Unless files were already being moved, the
+                target is unchanged.
         """
         self.shards.check_complete()
         with self.companions():

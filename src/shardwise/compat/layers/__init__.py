@@ -1,1 +1,1 @@
-"""Parallel layers for models written by hand, and how such a model becomes a split one."""
+"""Parallel layers for hand-written models, and the conversion of such a model to a split one."""

@@ -1,8 +1,8 @@
-"""LoRA around layers that divide themselves: PEFT's adapters, with an A or B that is such a layer too.
+"""LoRA on parallel layers: PEFT's adapters, with A or B split too.
 
-Around a column-split layer B is split as the layer's output, around a row-split one A as the layer's input; an
-embedding's A and B are replicated. So ranks exchange tensors of the adapter's rank only, never hidden features.
-Importing this file needs PEFT.
+On a column-split layer, B is split like the layer's output. On a row-split layer, A is split like the layer's input. On
+an embedding, A and B are replicated. So ranks exchange only tensors of the adapter's rank, never hidden features.
+Importing this module requires PEFT.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["register_split_layers"]
 
 
 def register_split_layers(model: nn.Module, config: Any) -> None:
-    """Tells PEFT, through an adapter's config, which classes adapt the layers of `model` that divide themselves.
+    """Registers our adapter classes for the parallel layers of `model` in a PEFT config.
 
     Raises:
         UnsupportedError: the adapter reads full weights.
@@ -49,7 +49,7 @@ def register_split_layers(model: nn.Module, config: Any) -> None:
 
 
 class _SplitLora(Linear):
-    """PEFT's adapter of a linear, around a split one. The base may return a tuple."""
+    """PEFT's adapter of a linear, on a split linear. The base may return a tuple."""
 
     def _get_in_out_features(self, module: Any) -> tuple[int, int]:
         out: Any = module.out_features
@@ -60,7 +60,7 @@ class _SplitLora(Linear):
         return base.sequence_dim is None
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
-        """Adds the adapters' products to what the base returns."""
+        """Adds the adapters' products to the base's output."""
         if self.disable_adapters and self.merged:
             self.unmerge()
         base = self.get_base_layer()
@@ -75,7 +75,7 @@ class _SplitLora(Linear):
 
 
 class ColumnLora(_SplitLora):
-    """Around a column-split linear: A is replicated, B is split as the base's output is."""
+    """LoRA on a column-split linear: A is replicated, B is split like the base's output."""
 
     @property
     def parameter_name(self) -> str:
@@ -84,7 +84,7 @@ class ColumnLora(_SplitLora):
 
     @torch.no_grad()
     def update_layer(self, adapter_name: str, *args: Any, **options: Any) -> None:
-        """Adds an adapter. PEFT draws the full one, alike on every rank; this rank keeps its part of B."""
+        """Adds an adapter. PEFT draws the full adapter, the same on every rank; this rank keeps its part of B."""
         super().update_layer(adapter_name, *args, **options)
         base, first, full = self.get_base_layer(), self.lora_A[adapter_name], self.lora_B[adapter_name]
         same: dict[str, Any] = {name: getattr(base, name) for name in ("gathers", "sequence_dim")}
@@ -104,14 +104,14 @@ class ColumnLora(_SplitLora):
 
 
 class RowLora(_SplitLora):
-    """Around a row-split linear: A is split as the base's input is, B is replicated."""
+    """LoRA on a row-split linear: A is split like the base's input, B is replicated."""
 
     def _drops_alike(self, base: Any) -> bool:
         return not base.input_is_split
 
     @torch.no_grad()
     def update_layer(self, adapter_name: str, *args: Any, **options: Any) -> None:
-        """Adds an adapter. PEFT draws the full one, alike on every rank; this rank keeps its part of A."""
+        """Adds an adapter. PEFT draws the full adapter, the same on every rank; this rank keeps its part of A."""
         super().update_layer(adapter_name, *args, **options)
         base, full, last = self.get_base_layer(), self.lora_A[adapter_name], self.lora_B[adapter_name]
         same: dict[str, Any] = {name: getattr(base, name) for name in ("input_is_split", "sequence_dim")}
@@ -124,20 +124,20 @@ class RowLora(_SplitLora):
 
 
 class EmbeddingLora(Embedding):
-    """Around a split embedding: A and B are replicated."""
+    """LoRA on a split embedding: A and B are replicated."""
 
     def _get_in_out_features(self, module: Any) -> tuple[int, int]:
         return module.num_embeddings, module.embedding_dim
 
     def update_layer(self, adapter_name: str, *args: Any, **options: Any) -> None:
-        """Adds an adapter. Its gradients are parts of a sum where the base returns a part of the sequence."""
+        """Adds an adapter. Its gradients are partial sums if the base returns a part of the sequence."""
         super().update_layer(adapter_name, *args, **options)
         if self.get_base_layer().sequence_dim is not None:
             for parameters in (self.lora_embedding_A, self.lora_embedding_B):
                 parameters.partial_parameters = tuple(parameters.keys())
 
     def forward(self, ids: Tensor, *args: Any, **options: Any) -> Tensor:
-        """Adds the adapters' rows to those that this rank returns. Args: ids int `[b, s]`."""
+        """Adds the adapters' rows to the rows that this rank returns. Args: ids int `[b, s]`."""
         if self.disable_adapters and self.merged:
             self.unmerge()
         base = self.get_base_layer()
@@ -157,8 +157,8 @@ def _add(out: Any, product: Any, scaling: float) -> Any:
 
 @contextmanager
 def _own_stream(module: nn.Module, context: SplitContext) -> Iterator[None]:
-    """Inside, what `module` drops of this rank's part differs between tp ranks; then all draw alike again, however
-    much each has drawn.
+    """Context manager: `module` drops different elements on each tp rank. Afterwards all ranks have equal random states
+    again, however much each has drawn.
     """
     if context.tp.size == 1 or not (module.training and has_dropout(module)):
         yield

@@ -1,8 +1,8 @@
-"""Models that people write by hand with modules that divide themselves: known like any other split model from here on.
+"""Hand-written models with parallel layers, registered like any other split model.
 
-Their gradients are complete when `backward` returns, `shardwise.clip_grad_norm_`, `full_state_dict`, `full_gradients`
-and checkpoints know their parameters, and torch's optimizers are watched. State dicts stay this rank's parts: code of
-this kind saves them rank by rank.
+Their gradients are complete when `backward` returns. `shardwise.clip_grad_norm_`, `full_state_dict`, `full_gradients`
+and checkpoints know their parameters, and torch's optimizers are watched. State dicts keep this rank's parts, because
+such code saves them per rank.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ def build_in_turns(
     on_meta: bool = False,
     fill: Callable[..., Any] | None = None,
 ) -> nn.Module:
-    """The model that `build` gives, on the mesh's device, or on the CPU where it is still to be cut into stages; only
-    so many ranks build theirs at the same time.
+    """Builds the model on the mesh's device, or on the CPU if it will be cut into stages. Limits the ranks that build
+    at the same time.
 
     Args:
-        build: does not communicate.
-        on_meta: build on the meta device, where nothing takes memory, and give parameters their values afterwards.
-        fill: called with every module, and the device where it takes it; None: values that the modules start with.
+        build: returns the model; must not communicate.
+        on_meta: build on the meta device, without memory, and fill the parameters afterwards.
+        fill: called with every module, and with the device if it takes one; None: the modules' initial values.
 
-    Communicates: one gather of a small object over all ranks for every turn.
+    Communicates: one gather of a small object over all ranks per turn.
     """
 
     def built() -> nn.Module:
@@ -110,23 +110,23 @@ def adopt_model(
     order: LayerOrder | None = None,
     pipeline: Pipeline | None = None,
 ) -> Registry:
-    """Makes a hand-written model known, in place: every parameter gets an entry, divided or replicated over tp, and
-    what this rank holds goes to the mesh's device.
+    """Registers a hand-written model, in place: every parameter gets an entry, split or replicated over tp, and this
+    rank's parts move to the mesh's device.
 
     Args:
-        given: `SplitModule`s over `mesh`, any other modules, or PEFT's model around one; a parameter with the
-            attribute `sequence_parallel_enabled` is used on parts of the sequence, so that its gradient is summed over
-            tp; one may be divided `by_hand`.
-        policy: how `fsdp` shards it; by default every data rank holds all of it.
-        order: the layers as they run; the model is then cut into the stages of a pipeline.
+        given: `SplitModule`s over `mesh` and any other modules, or PEFT's model around them. A parameter with the
+            attribute `sequence_parallel_enabled` is used on parts of the sequence, so its gradient is summed over tp. A
+            parameter may be split `by_hand`.
+        policy: how `fsdp` shards it; default: every data rank holds all of it.
+        order: the order of the layers; the model is then cut into pipeline stages.
 
     Raises:
-        ConfigError: copies of key/value heads do not go with `config.num_key_value_heads`, or it cannot be cut so.
-        PlanError: it has been split or adopted already.
-        UnsupportedError: torch has wrapped it.
+        ConfigError: copies of key/value heads do not match `config.num_key_value_heads`, or the model cannot be cut.
+        PlanError: the model is already split or registered.
+        UnsupportedError: a torch wrapper holds it.
 
-    Communicates: the creation of groups for what several ranks hold of split parameters. From here on every backward
-        sums gradients over the data ranks (their mean) and where tp ranks hold parts of the sum.
+    Communicates: creates groups for replicated parts of split parameters. From then on every backward averages
+    gradients over the data ranks, and sums them over tp where they are partial.
     """
     model = find_model(given)
     with raise_on_all_ranks(mesh.group(), "reading the model"):
@@ -151,7 +151,7 @@ def adopt_model(
 
 
 def check_equal_replicas(model: nn.Module) -> None:
-    """Raises `LayoutError` on every rank where ranks hold different copies of a parameter.
+    """Raises `LayoutError` on every rank if ranks hold different copies of a parameter.
 
     Communicates: over all ranks, one gather of digests.
     """
@@ -196,17 +196,17 @@ def _plan(model: nn.Module, mesh: Mesh, policy: FsdpPolicy | None) -> SplitPlan:
 
 
 def layer_order_by_hand(model: nn.Module, mesh: Mesh, *, layers: Collection[str] = ()) -> LayerOrder:
-    """As `find_layer_order`, of a model that was written by hand: there is no tiny one, so copies of itself run, on the
-    first of `guess_batches` that it takes.
+    """`find_layer_order` for a hand-written model. It has no tiny model, so copies of the model itself run, on the
+    first batch of `guess_batches` that works.
 
     Args:
-        model: real, the same on every rank; it may hold modules that are divided over tp of `mesh`.
-        layers: the modules that are cut apart; by default the items of its outermost `nn.ModuleList`s.
+        model: real, the same on every rank; may hold parallel layers over tp of `mesh`.
+        layers: the modules at which it may be cut; default: the items of its outermost `nn.ModuleList`s.
 
     Raises:
-        PlanError: it cannot be cut into stages, or does not run on this batch.
+        PlanError: it cannot be cut into stages, or no batch works.
 
-    Communicates: one gather of a small object over all ranks; before it as `note_heads`.
+    Communicates: one gather of a small object over all ranks, and before it what `note_heads` does.
     """
     note_heads(model, mesh)
     name = type(model).__name__
@@ -249,20 +249,20 @@ def split_rewritten(
     checkpoint: Place | None = None,
     ranks_at_a_time: int | None = None,
 ) -> nn.Module:
-    """Splits a model by what `rewrite` puts in place of its modules, modules that divide themselves; a parameter of
-    theirs that has the name and the full shape of one of before is given that one's part.
+    """Splits a model whose modules `rewrite` replaces by parallel layers. A new parameter with the name and full shape
+    of an old one receives its part of the old values.
 
     Args:
-        rewrite: changes the model, and returns it.
-        model, checkpoint, ranks_at_a_time: as of `fill_later`.
+        rewrite: changes the model and returns it.
+        model, checkpoint, ranks_at_a_time: see `fill_later`.
 
     Returns:
-        What `rewrite` returns.
+        The result of `rewrite`.
 
     Raises:
-        UnsupportedError: the mesh has stages.
+        UnsupportedError: the mesh has pipeline stages.
 
-    Communicates: as `adopt_model` and `fill_later`; nothing where `rewrite` has split the model.
+    Communicates: like `adopt_model` and `fill_later`; nothing if `rewrite` has split the model itself.
     """
     with fill_later(model, mesh, checkpoint=checkpoint, ranks_at_a_time=ranks_at_a_time) as fill:
         before = dict(model.named_parameters(remove_duplicate=False))
@@ -286,7 +286,7 @@ def split_rewritten(
 
 
 def _take_over(model: nn.Module, registry: Registry, before: Mapping[str, nn.Parameter]) -> None:
-    """Gives new parameters their part of those that had their names; meta where these were."""
+    """Copies its part of the old parameter to each new parameter of the same name; meta parameters stay meta."""
     for fqn, value in list(model.named_parameters()):
         old, entry = before.get(fqn), registry.entry(fqn)
         if old is not None and old is not value and tuple(old.shape) == entry.layout.shape:

@@ -1,4 +1,4 @@
-"""An embedding by itself, divided over tp; see `shardwise.compat.layers.split_module`."""
+"""An embedding split over tp; see `shardwise.compat.layers.split_module`."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class _LookUp(SplitModule):
 
 
 class StandaloneEmbedding(SplitEmbedding, _LookUp):
-    """An embedding that is divided over tp, by vocabulary (of any size) or by features.
+    """An embedding split over tp by vocabulary (of any size) or by features.
 
     Args:
-        by_features: divide features instead of the vocabulary; outputs are gathered.
-        sequence_dim: the dim of the output along which every rank keeps its part; None where it keeps all of it. With 0
-            the output begins with the sequence, the second dim of the ids.
-        init_weight: of the full weight; by default normal.
+        by_features: split features instead of the vocabulary; outputs are gathered.
+        sequence_dim: dim of the output along which every rank keeps its part; None: every rank keeps all. With 0 the
+            output starts with the sequence, which is the second dim of the ids.
+        init_weight: initializes the full weight; default: normal.
 
-    Communicates: over tp, one all-reduce of the rows forward, or an all-gather of the features; with a `sequence_dim`
-        an all-gather of the gradient.
+    Communicates: over tp, one all-reduce of the rows in forward, or one all-gather of the features; with a
+    `sequence_dim` an all-gather of the gradient in backward.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class StandaloneEmbedding(SplitEmbedding, _LookUp):
         self.padding_idx = own if own is not None and 0 <= own < self.weight.shape[0] else None
 
     def forward(self, ids: Tensor, **options: Any) -> Tensor:
-        """Args: ids int `[b, s]`, the same on every tp rank. Returns `[b, s, embedding]`, or this rank's part of it:
-        `[s / tp, b, embedding]` or `[b, s / tp, embedding]`.
+        """Args: ids int `[b, s]`, the same on every tp rank. Returns `[b, s, embedding]`, or this rank's part of the
+        sequence: `[s / tp, b, embedding]` or `[b, s / tp, embedding]`.
         """
         ids = ids.transpose(0, 1).contiguous() if self.sequence_dim == 0 else ids
         if self.by_features:
@@ -82,7 +82,7 @@ class StandaloneEmbedding(SplitEmbedding, _LookUp):
         return split_full(out, self._split.tp.group, dim=self.sequence_dim, sizes=sizes)
 
     def own_ids(self, ids: Tensor) -> Tensor:
-        """Those of which this rank puts out the rows, in their order."""
+        """The ids whose rows this rank returns, in the order of the output."""
         if self.sequence_dim is None:
             return ids
         ids = ids.transpose(0, 1) if self.sequence_dim == 0 else ids

@@ -1,10 +1,10 @@
-"""Query, key and value projections in one module, which is used by itself; see `shardwise.compat.layers.split_module`.
+"""Query, key and value projections in one module; see `shardwise.compat.layers.split_module`.
 
 # [Note: copies of key/value heads]
-Where there are fewer key/value heads than tp ranks, each head is held by `copies` neighbouring ranks, whose query heads
-belong to it: heads times copies is the number of ranks, so a rank has one key/value head and queries keep their order.
-What several ranks store counts once in checkpoints and norms, and the model's backward sums its gradients. How many
-heads there are must be known, or queries might meet the keys of other heads.
+With fewer key/value heads than tp ranks, `copies` neighbouring ranks hold each head, and their query heads belong to
+it. Heads times copies is the number of ranks, so a rank has one key/value head, and queries keep their order. Copies
+count once in checkpoints and norms, and the model's backward sums their gradients. The number of heads must be known,
+or queries might meet the keys of other heads.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ __all__ = ["GroupedProjections", "note_heads"]
 
 
 class GroupedProjections(SplitModule):
-    """The query, key and value projections of an attention with fewer key/value heads, in one module.
+    """Query, key and value projections of an attention with fewer key/value heads, in one module.
 
     Args:
-        out_features: of query, and of key and value, full and without copies.
-        copies: how many ranks hold every key/value head; see [Note: copies of key/value heads]. Without meaning where
-            the output is gathered.
-        num_heads: key/value heads, with which copies must fit, as soon as they are known (see `note_heads`).
+        out_features: features of query, and of key and value, full and without copies.
+        copies: number of ranks that hold every key/value head; see [Note: copies of key/value heads]. Unused if the
+            output is gathered.
+        num_heads: number of key/value heads, which must fit the copies, if known (see `note_heads`).
         fused: keep the three weights (and biases) as one, `weight_qkv`; else `weight_q`, `weight_k`, `weight_v`.
-        others: as of `shardwise.compat.layers.linears.ColumnLinear`.
+        others: see `shardwise.compat.layers.linears.ColumnLinear`.
 
     Raises:
-        ConfigError: the copies do not divide over tp, or the queries among them.
+        ConfigError: the copies do not divide over tp, or the queries do not divide among them.
 
-    Communicates: as `ColumnLinear`, with one reduction for all three.
+    Communicates: like `ColumnLinear`, with one reduction for all three.
     """
 
     bias_names = ("bias_qkv", "bias_q", "bias_k", "bias_v")
@@ -104,9 +104,9 @@ class GroupedProjections(SplitModule):
         """Args: x `[..., in]`. Returns query, key and value, `[..., out of this rank]` or full.
 
         Raises:
-            ConfigError: in training, key/value heads are shared, and the model around it is not known.
+            ConfigError: in training, key/value heads are shared, and the model around the module is unknown.
 
-        Communicates: as the module does.
+        Communicates: see the class.
         """
         is_known = any(entry.registry is not self._provisional for entry in entries_of(self).values())
         if self.copies > 1 and not self.gathers and self.training and torch.is_grad_enabled() and not is_known:
@@ -127,10 +127,10 @@ class GroupedProjections(SplitModule):
         return query, key, value
 
     def check_heads(self, num_heads: int) -> None:
-        """Notes how many key/value heads there are.
+        """Records the number of key/value heads.
 
         Raises:
-            ConfigError: so many do not go with the copies.
+            ConfigError: it does not fit the copies.
         """
         self.num_heads, parts, (query, size) = num_heads, self._split.tp.size, self.out_features
         fits = num_heads % parts == 0 if self.copies == 1 else num_heads * self.copies == parts
@@ -147,11 +147,11 @@ class GroupedProjections(SplitModule):
 
 
 def note_heads(model: nn.Module, mesh: Mesh) -> None:
-    """Lets grouped projections in `model` know their key/value heads, where its config says how many there are, of keys
-    or of queries, or a module around one has a `head_dim`.
+    """Tells grouped projections in `model` their number of key/value heads, from the config (of keys or of queries), or
+    from the `head_dim` of an enclosing module.
 
     Raises:
-        ConfigError: they do not go with the copies. The same on every rank.
+        ConfigError: the number does not fit the copies. The same on every rank.
 
     Communicates: one gather of a small object over all ranks.
     """

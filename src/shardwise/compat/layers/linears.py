@@ -1,4 +1,4 @@
-"""Linears and norms by themselves, see `shardwise.compat.layers.split_module`; linears are divided over tp."""
+"""Linears split over tp, and norms; see `shardwise.compat.layers.split_module`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["ColumnLinear", "LayerNorm", "RowLinear"]
 
 
 class _SplitLinear(SplitModule):
-    """What the linears below have in common.
+    """Base class of the linears below.
 
     Args:
-        num_sections: of a fused weight, each divided on its own.
-        sequence_dim: the dim along which a rank has a part of the sequence outside; None where it has all of it.
-        init_weight: of the full weight; by default as `nn.Linear`'s.
+        num_sections: number of sections of a fused weight, each split separately.
+        sequence_dim: dim along which a rank has a part of the sequence outside of the module; None: it has all of it.
+        init_weight: initializes the full weight; default: like `nn.Linear`.
     """
 
     split_dim: int
@@ -55,14 +55,14 @@ class _SplitLinear(SplitModule):
 
 
 class ColumnLinear(_SplitLinear):
-    """A linear whose output features are divided over tp, in parts of any sizes.
+    """A linear whose output features are split over tp, in parts of any sizes.
 
     Args:
         gathers: whether the output is full on every rank.
-        options: of `_SplitLinear`; `sequence_dim` is that of the input.
+        options: see `_SplitLinear`; `sequence_dim` is that of the input.
 
-    Communicates: over tp, one all-reduce of the input's gradient (see `SplitModule.enter`), and where it `gathers` an
-        all-gather forward.
+    Communicates: over tp, one all-reduce of the input's gradient (see `SplitModule.enter`), and with `gathers` one
+    all-gather in forward.
     """
 
     split_dim = 0
@@ -82,17 +82,17 @@ class ColumnLinear(_SplitLinear):
 
 
 class RowLinear(_SplitLinear):
-    """A linear whose input features are divided over tp, in parts of any sizes; its product is summed.
+    """A linear whose input features are split over tp, in parts of any sizes; its product is summed.
 
     Args:
-        input_is_split: whether a rank is given its part of the features, or all of them.
-        options: of `_SplitLinear`; `sequence_dim` is that of the output.
+        input_is_split: whether a rank receives its part of the features, or all of them.
+        options: see `_SplitLinear`; `sequence_dim` is that of the output.
 
     Raises:
-        ConfigError: full features together with parts of the sequence.
+        ConfigError: full features are combined with parts of the sequence.
 
-    Communicates: over tp, one all-reduce forward; with a `sequence_dim` a reduce-scatter, and an all-gather backward;
-        where the input is full, an all-gather of its gradient.
+    Communicates: over tp, one all-reduce in forward; with a `sequence_dim` a reduce-scatter in forward and an
+    all-gather in backward; with a full input also an all-gather of its gradient.
     """
 
     split_dim = 1
@@ -118,7 +118,7 @@ class RowLinear(_SplitLinear):
             self.partial_parameters = ("bias",)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Args: x `[..., in]`, per rank its part where `input_is_split`. Returns `[..., out]`."""
+        """Args: x `[..., in]`, per rank its part if `input_is_split`. Returns `[..., out]`."""
         context = self._split
         if not self.input_is_split:
             x = own_features(x, self.placements["weight"], context)
@@ -138,7 +138,7 @@ class RowLinear(_SplitLinear):
 
 
 class LayerNorm(nn.LayerNorm):
-    """`torch.nn.LayerNorm`, which may be used on parts of the sequence: its gradients are then summed over tp."""
+    """`torch.nn.LayerNorm` that may be used on parts of the sequence; its gradients are then summed over tp."""
 
     def __init__(self, *args: Any, sequence_parallel_enabled: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

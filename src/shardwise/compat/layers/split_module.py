@@ -1,10 +1,10 @@
-"""Modules that divide themselves: parts of models that people write by hand, which nobody plans.
+"""Modules that split themselves, for hand-written models without a plan.
 
-Each divides its own parameters over tp when it is built, from the values that the full ones would have had, so that
-models of any tp size start alike after the same seed. What it does to activations is said at its own edges: gradients
-of what enters and leaves are full, as anywhere outside of regions.
+Each module splits its parameters over tp when it is built, from the values of the full parameters, so models of any tp
+size start equal for one seed. Each module also converts activations at its own edges: gradients of its inputs and
+outputs are full, as everywhere outside of regions.
 
-See `shardwise.compat.layers.by_hand` for the model around them.
+`shardwise.compat.layers.by_hand` registers the model that holds them.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ Init = Callable[[Tensor], Any]
 
 
 class SplitModule(nn.Module):
-    """A module that divides its own parameters over tp.
+    """A module that splits its own parameters over tp.
 
-    `load_state_dict` takes their full tensors as well as this rank's parts; `state_dict` gives this rank's parts.
+    `load_state_dict` accepts full tensors and this rank's parts; `state_dict` returns this rank's parts.
 
     Attributes:
-        placements: how each divided parameter is.
-        partial_parameters: replicated parameters whose gradient on a rank is a term of the sum over tp, because they
-            meet this rank's part of the sequence.
-        padded_width: to how many features this rank's are filled up with zeros; see [Note: heads are padded in
+        placements: placement of each split parameter.
+        partial_parameters: replicated parameters whose gradient on a rank is a partial sum over tp, because they are
+            used on this rank's part of the sequence.
+        padded_width: number of features to which this rank's are padded with zeros; see [Note: heads are padded in
             activations].
     """
 
@@ -94,14 +94,14 @@ class SplitModule(nn.Module):
         splits: Mapping[str, Split | None],
         device: torch.device | str | None,
     ) -> None:
-        """Registers this rank's parts of the full parameters that `draw` gives, then and in `reset_parameters`."""
+        """Registers this rank's parts of the full parameters that `draw` returns, now and in `reset_parameters`."""
         self._draw = draw
         for name, full in draw().items():
             self.add_parameter(name, full, splits[name], device=device)
         self.mark_parameters()
 
     def mark_parameters(self) -> None:
-        """Puts NxD's attributes on divided parameters, for code that reads them; nothing here does."""
+        """Sets NxD's attributes on split parameters, for code that reads them."""
         for name, split in self.placements.items():
             parameter: Any = self._parameters.get(name)
             if parameter is not None:  # another stage's
@@ -111,7 +111,7 @@ class SplitModule(nn.Module):
     def add_parameter(
         self, name: str, full: Tensor | None, split: Split | None, *, device: torch.device | str | None = None
     ) -> None:
-        """Registers this rank's part of `full`; all of it where `split` is None, and no parameter where `full` is."""
+        """Registers this rank's part of `full`: all of it if `split` is None, no parameter if `full` is None."""
         if full is None:
             self.register_parameter(name, None)
             return
@@ -125,9 +125,9 @@ class SplitModule(nn.Module):
         attach_entry(self, name, entry)
 
     def divide_again(self, name: str, split: Split) -> None:
-        """Divides a parameter otherwise, in place.
+        """Changes the split of a parameter, in place.
 
-        Communicates: over tp, one all-gather of it.
+        Communicates: over tp, one all-gather of the parameter.
         """
         mesh, parameter = self._provisional.mesh, self.get_parameter(name)
         mark(parameter, entries_of(self)[name])  # it may have been replaced
@@ -139,7 +139,7 @@ class SplitModule(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Starts again: draws the full values, from torch's generator, seeded alike everywhere, and keeps its parts."""
+        """Draws the full values again, from torch's generator, seeded alike everywhere, and keeps this rank's parts."""
         entries = entries_of(self)
         for name, full in self._draw().items():
             own = self._parameters[name]
@@ -148,15 +148,15 @@ class SplitModule(nn.Module):
 
     @property
     def mesh(self) -> Mesh:
-        """What it is divided over."""
+        """The mesh over which the module is split."""
         return self._provisional.mesh
 
     def enter(self, x: Tensor, sequence_dim: int | None) -> Tensor:
-        """`x` on its way to columns: its gradient is summed over tp, in float32 at least, and its parts along the
-        sequence are joined.
+        """Converts `x` for column-split weights: its gradient is summed over tp, in float32 at least, and its parts
+        along the sequence are gathered.
 
-        Communicates: over tp, one all-reduce of the gradient; with a `sequence_dim`, an all-gather forward and a
-            reduce-scatter of the gradient.
+        Communicates: over tp, one all-reduce of the gradient; with a `sequence_dim`, an all-gather in forward and a
+        reduce-scatter of the gradient in backward.
         """
         group, dtype = self._split.tp.group, x.dtype
         if group is None:
@@ -168,8 +168,8 @@ class SplitModule(nn.Module):
 
 @contextmanager
 def running_alone(model: nn.Module, mesh: Mesh) -> Iterator[None]:
-    """Inside, the divided modules of `model` and of its copies, and whoever asks `mesh` for a group, communicate with
-    nobody: as if the other ranks held what this one holds. For shapes, and for comparisons with itself.
+    """Context manager: the parallel layers of `model` and its copies, and users of `mesh`'s groups, communicate with
+    nobody, as if all ranks held the same. For shapes, and for comparisons of a model with itself.
     """
     contexts = {id(module._split): module._split for module in model.modules() if isinstance(module, SplitModule)}
     axes = {key: context.tp for key, context in contexts.items()}
@@ -201,8 +201,8 @@ def layout_of(shape: Sequence[int], split: Split | None, mesh: Mesh, *, data_axe
 
 
 def by_hand(parameter: Tensor, mesh: Mesh) -> Split | None:
-    """How a parameter is divided over tp whose owner sliced it himself, and says so by `tensor_model_parallel` True and
-    `partition_dim` on it (and `partition_stride`: sections of a fused one, each divided); None of any other.
+    """Split of a parameter that the user has sliced: marked by `tensor_model_parallel` True and `partition_dim` (and
+    `partition_stride`: sections of a fused parameter, each split). None for other parameters.
 
     Raises:
         ConfigError: the parameter has no such dim.
@@ -220,8 +220,8 @@ def by_hand(parameter: Tensor, mesh: Mesh) -> Split | None:
 
 
 def mark_known(parameters: Iterable[Tensor], mesh: Mesh) -> None:
-    """Gives parameters that nobody knows yet an entry, so that norms count each element once: every rank holds all of
-    each, but of those that are divided `by_hand`.
+    """Registers parameters that have no entry yet, so that norms count each element once. Every rank holds all of each,
+    except those split `by_hand`.
     """
     registry = Registry(mesh=mesh, plan=SplitPlan(shape=mesh.shape, parameters={}), context=SplitContext.of(mesh))
     for parameter in parameters:
@@ -233,7 +233,7 @@ def mark_known(parameters: Iterable[Tensor], mesh: Mesh) -> None:
 def new_linear(
     out_features: int, in_features: int, *, bias: bool, init_weight: Init | None, dtype: torch.dtype | None
 ) -> dict[str, Tensor | None]:
-    """The full `weight` and `bias` that an `nn.Linear` would start with, from the same random numbers."""
+    """The initial full `weight` and `bias` of an `nn.Linear`, from the same random numbers."""
     weight = torch.empty(out_features, in_features, dtype=dtype)
     if init_weight is None:
         init.kaiming_uniform_(weight, a=math.sqrt(5))
@@ -264,6 +264,6 @@ def own_features(x: Tensor, split: Split, context: SplitContext) -> Tensor:
 
 
 def _stored_order(split: Split) -> list[int] | None:
-    """Which features of the full tensor the parts hold, one after the other; None where that is in order."""
+    """Features of the full tensor in the order of the concatenated parts; None if they are in order."""
     order = [index for pieces in split.pieces for start, stop in pieces for index in range(start, stop)]
     return None if order == list(range(len(order))) else order

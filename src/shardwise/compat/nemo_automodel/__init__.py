@@ -1,3 +1,3 @@
-"""NeMo Automodel's parallelizer (`nemo_automodel.distributed.parallelizer`) over ours; see docs/migrate."""
+"""NeMo Automodel's parallelizer (`nemo_automodel.distributed.parallelizer`) on top of ours; see docs/migrate."""
 
 from shardwise.compat.nemo_automodel.distributed.parallelizer import *  # noqa: F403

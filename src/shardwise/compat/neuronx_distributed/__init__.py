@@ -1,4 +1,4 @@
-"""NxD Core (`neuronx_distributed`) over ours; see docs/migrate."""
+"""NxD Core (`neuronx_distributed`) on top of ours; see docs/migrate."""
 
 import importlib
 from typing import Any

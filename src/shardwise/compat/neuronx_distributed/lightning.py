@@ -1,4 +1,4 @@
-"""NxD's Lightning classes over `shardwise.lightning`; needs the extra `lightning`."""
+"""NxD's Lightning classes on top of `shardwise.lightning`; needs the extra `lightning`."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class NeuronLTModule(LightningModule):
-    """Builds, splits and trains a model as an NxD config says.
+    """Builds, splits and trains a model by an NxD config.
 
     Args:
-        model_fn, model_args, model_kwargs: as of `initialize_parallel_model`.
-        opt_cls, opt_args, opt_kwargs: of the optimizer; it clips as the config says.
-        scheduler_cls, scheduler_args, scheduler_kwargs: of the scheduler of learning rates; None has none.
-        grad_accum_steps: batches a step is made of, with `manual_opt`; else `Trainer(accumulate_grad_batches=...)`.
-        log_rank0: changes nothing: rank 0 knows the loss of all ranks.
-        manual_opt: whether `training_step` steps by itself, or the Trainer (which theirs cannot).
+        model_fn, model_args, model_kwargs: see `initialize_parallel_model`.
+        opt_cls, opt_args, opt_kwargs: class and arguments of the optimizer; it clips as the config says.
+        scheduler_cls, scheduler_args, scheduler_kwargs: class and arguments of the learning-rate scheduler; None: no
+            scheduler.
+        grad_accum_steps: batches per step with `manual_opt`; else use `Trainer(accumulate_grad_batches=...)`.
+        log_rank0: no effect: rank 0 knows the loss of all ranks.
+        manual_opt: whether `training_step` steps the optimizer itself, or the Trainer does.
 
     Attributes:
-        model: the `NxDModel`, from `configure_model` on.
+        model: the `NxDModel`, available from `configure_model` on.
     """
 
     def __init__(
@@ -78,11 +79,11 @@ class NeuronLTModule(LightningModule):
             note_spec(self.local_model, self.trainer.strategy.spec)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own."""
+        """Calls the model."""
         return self.model(*args, **kwargs)
 
     def configure_optimizers(self) -> Any:
-        """The optimizer, and the scheduler, which goes on with every step."""
+        """The optimizer, and the scheduler, which advances every step."""
         build = lambda groups, **options: self.opt_cls(groups, *self.opt_args, **options)  # noqa: E731
         parameters = self.model.parameters()
         optimizer = nxd_trainer.initialize_parallel_optimizer(self.nxd_config, build, parameters, **self.opt_kwargs)
@@ -92,7 +93,7 @@ class NeuronLTModule(LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """The loss of all ranks; with `manual_opt` also the step that it is for."""
+        """The loss of all ranks; with `manual_opt` also steps the optimizer."""
         if self.automatic_optimization:
             loss = self.model(**batch).loss
         else:
@@ -112,15 +113,15 @@ class NeuronLTModule(LightningModule):
 
 
 class NeuronXLAStrategy(ShardwiseStrategy):
-    """`ShardwiseStrategy` in the sizes of a config; the Trainer's other devices are data ranks.
+    """`ShardwiseStrategy` with the sizes of a config; the Trainer's other devices are data ranks.
 
     Args:
         tensor_parallel_size, pipeline_parallel_size: only without a config.
-        save_load_xser: changes nothing: checkpoints are directories that any layout loads.
-        options: of `ShardwiseStrategy`.
+        save_load_xser: no effect: checkpoints are directories that any layout loads.
+        options: see `ShardwiseStrategy`.
 
     Raises:
-        MeshError: the sizes do not divide the Trainer's devices (from the Trainer).
+        MeshError: the sizes do not divide the Trainer's devices (raised by the Trainer).
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class NeuronXLAStrategy(ShardwiseStrategy):
         super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        """Has the ranks meet, or takes over those that have met, for `parallel_state`, too."""
+        """Opens the mesh, or takes over an open one, and initializes `parallel_state`."""
         mesh = parallel_state.opened_mesh()
         if mesh is not None and mesh.shape.world_size == self.shape.world_size:
             self._mesh = mesh
@@ -153,7 +154,7 @@ class NeuronXLAStrategy(ShardwiseStrategy):
 
 
 class NeuronXLAPrecisionPlugin(ShardwisePrecision):
-    """Computes in the model's own dtype, or in bfloat16 with float32 weights (`mixed_precision_enabled`)."""
+    """Computes in the model's dtype, or in bfloat16 with float32 weights (`mixed_precision_enabled`)."""
 
     def __init__(self, mixed_precision_enabled: bool = False) -> None:
         super().__init__(Precision() if mixed_precision_enabled else None)

@@ -1,6 +1,6 @@
-"""`NeuronZero1Optimizer`: ZeRO-1 by torch's `ZeroRedundancyOptimizer`, and files of its states.
+"""`NeuronZero1Optimizer`: ZeRO-1 by torch's `ZeroRedundancyOptimizer`, with files of its states.
 
-Models that FSDP2 holds (`FsdpPolicy`) have sharded states with any optimizer.
+Models sharded by FSDP2 (`FsdpPolicy`) have sharded states with any optimizer.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ _IDLE = {"higher_cc_precision", "lazy_init", "optimizer_dtype", "save_master_wei
 
 
 class NeuronZero1Optimizer(NxDOptimizer):
-    """An optimizer of any torch class, each of whose states one data rank has; clips in `step`.
+    """An optimizer of any torch class whose states are sharded over data ranks. Clips in `step`.
 
     Args:
         params: parameters or groups of them, the same on all data ranks.
-        max_norm: of the full gradients, where `grad_clipping`.
+        max_norm: maximum norm of the full gradients, with `grad_clipping`.
         sharding_groups: the data-parallel groups, which are also the default.
-        grad_norm_groups, pin_layout: change nothing: every element counts once, however it is stored.
+        grad_norm_groups, pin_layout: no effect: every element counts once, however it is stored.
         defaults: options of `optimizer_class`.
 
     Raises:
-        ConfigError: the groups are others.
+        ConfigError: `sharding_groups` are other groups.
 
-    Communicates: a step averages gradients that nobody has, clips, and broadcasts updated parameters over data ranks.
+    Communicates: a step averages gradients of unregistered parameters, clips, and broadcasts updated parameters over
+    data ranks.
     """
 
     def __init__(
@@ -75,26 +76,26 @@ class NeuronZero1Optimizer(NxDOptimizer):
 
     @property
     def base_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of `optimizer_class`, over the parameters whose states this rank has."""
+        """The optimizer of `optimizer_class` over the parameters whose states this rank has."""
         return inner_of(self.optimizer)
 
     def state_dict(self) -> Any:
-        """The states that this rank has."""
+        """The states of this rank."""
         return self.base_optimizer.state_dict()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """What `state_dict` gave on this rank."""
+        """Loads the result of `state_dict` on this rank."""
         self.base_optimizer.load_state_dict(state_dict)
         for group, own in zip(self.optimizer.param_groups, self.base_optimizer.param_groups, strict=True):
             group.update({name: value for name, value in own.items() if name != "params"})
 
     def save_sharded_state_dict(self, output_dir: str | os.PathLike[str], save_serially: bool = True) -> None:
-        """Writes the states that this rank has, for the same degrees, to a file of its own.
+        """Writes this rank's states to its own file, for the same degrees.
 
         Args:
-            save_serially: one data rank after the other.
+            save_serially: write one data rank after the other.
 
-        Communicates: one gather of a small object over all ranks, for every turn.
+        Communicates: one gather of a small object over all ranks per turn.
         """
         mesh = current_mesh()
         turn, num_turns = (mesh.data_rank, mesh.data_size) if save_serially else (0, 1)
@@ -102,16 +103,16 @@ class NeuronZero1Optimizer(NxDOptimizer):
         run_serially(write, mesh.group(), turn=turn, num_turns=num_turns, doing="saving its states")
 
     def load_sharded_state_dict(self, output_dir: str | os.PathLike[str], num_workers_per_step: int = 8) -> None:
-        """Reads what `save_sharded_state_dict` wrote on this rank; on as many data ranks.
+        """Reads the file of `save_sharded_state_dict` on this rank; needs the same number of data ranks.
 
         Args:
-            num_workers_per_step: how many ranks read at the same time.
+            num_workers_per_step: number of ranks that read at the same time.
 
         Raises:
             LoadError: the file is missing. The same on every rank.
-            ValueError: the optimizer that was saved has other groups. The same on every rank.
+            ValueError: the saved optimizer has other groups. The same on every rank.
 
-        Communicates: one gather of a small object over all ranks, for every turn.
+        Communicates: one gather of a small object over all ranks per turn.
         """
         check_count("num_workers_per_step", num_workers_per_step)
         mesh = current_mesh()
@@ -129,7 +130,7 @@ def _place(directory: str | os.PathLike[str]) -> Path:
 def build_sharded(
     parameters: Iterable[Any], optimizer_class: type[torch.optim.Optimizer], mesh: Mesh, **options: Any
 ) -> torch.optim.Optimizer:
-    """An optimizer of that class, each of whose states one data rank has."""
+    """An optimizer of that class with states sharded over data ranks."""
     check_class(optimizer_class)
     groups = divided_groups(parameters)
     group = mesh.group(*DATA_AXES)

@@ -1,4 +1,4 @@
-"""The few calls of `torch_xla.core.xla_model` that NxD's listings make."""
+"""The functions of `torch_xla.core.xla_model` that NxD's listings use."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def optimizer_step(
     optimizer_args: Mapping[str, Any] | None = None,
     groups: Sequence[Sequence[int]] | None = None,
 ) -> Any:
-    """Averages gradients over the data ranks, where that has not been done (`move_model_to_device`), and steps.
+    """Averages gradients over the data ranks, unless `move_model_to_device` already makes backward do so, and steps.
 
     Args:
-        groups: the data-parallel groups, which are also the default (torch_xla's is all ranks, and it divides by their
-            number, also where these groups are smaller).
+        groups: the data-parallel groups, which are also the default (torch_xla averages over all ranks by default, and
+            divides by their number even if the groups are smaller).
 
     Raises:
-        ConfigError: the groups are others.
+        ConfigError: `groups` are other groups.
 
-    Communicates: as `average_gradients`.
+    Communicates: like `average_gradients`.
     """
     ps.check_data_groups(groups, "the reduction of gradients")
     average_gradients((each for group in optimizer.param_groups for each in group["params"]), ps.current_mesh())
@@ -40,7 +40,7 @@ def optimizer_step(
 
 
 def mark_step(wait: bool = False) -> None:
-    """Nothing: operations run at once."""
+    """Does nothing: operations run eagerly."""
 
 
 def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:

@@ -1,3 +1,3 @@
-"""Optimum Neuron (`optimum.neuron`) over ours; see docs/migrate."""
+"""Optimum Neuron (`optimum.neuron`) on top of ours; see docs/migrate."""
 
 from shardwise.compat.optimum_neuron import distributed as distributed

@@ -1,1 +1,1 @@
-"""The path that scripts import from."""
+"""Package path of NeMo Automodel's scripts."""

@@ -1,6 +1,6 @@
-"""`nemo_automodel.distributed.parallelizer`: the same functions, over `shardwise.parallelize`.
+"""`nemo_automodel.distributed.parallelizer`: the same functions, on top of `shardwise.parallelize`.
 
-What differs from the original, and why, is in docs/migrate/nemo_automodel.md.
+docs/migrate/nemo_automodel.md lists the differences from the original and the reasons.
 """
 
 from __future__ import annotations
@@ -67,17 +67,17 @@ Plan = Mapping[str, ParallelStyle | str] | str | None
 
 
 def adopt_device_mesh(device_mesh: DeviceMesh, *, shards: bool = True) -> Mesh:
-    """The mesh over a `DeviceMesh` whose dims have names that torch's own programs, NeMo Automodel or we use.
+    """Converts a `DeviceMesh` whose dims have names used by torch, NeMo Automodel or Shardwise to a mesh.
 
     Args:
-        device_mesh: of the whole job; context parallel ranks count as data ranks: parameters are sharded over both.
+        device_mesh: mesh of the whole job. Context-parallel ranks count as data ranks: parameters are sharded over
+            both.
         shards: whether data ranks shard the parameters, or replicate them (`no_shard`).
 
     Raises:
-        MeshError: it is no `DeviceMesh`, or a dim of several ranks has a name that is not known.
+        MeshError: the argument is no `DeviceMesh`, or a dim of several ranks has an unknown name.
 
-    Communicates: what `Mesh.adopt` does; where data and context parallel dims have not been flattened, the creation of
-        their common group.
+    Communicates: like `Mesh.adopt`; if data and context-parallel dims are not flattened, creates their common group.
     """
     if not isinstance(device_mesh, DeviceMesh):
         raise MeshError(
@@ -108,25 +108,27 @@ def fsdp2_strategy_parallelize(
     tp_shard_plan: Plan = None,
     offload_policy: CPUOffloadPolicy | None = None,
 ) -> nn.Module:
-    """Splits `model` over the tensor-parallel dim of `device_mesh` and shards it over its data and context ones, in
-    place. Gradients are means over the data ranks, and complete when `backward()` returns.
+    """Splits `model` over the tensor-parallel dim of `device_mesh` and shards it over the data and context dims, in
+    place.
+
+    Gradients are means over the data ranks, and complete when `backward()` returns.
 
     Args:
-        model: any `nn.Module`, real and the same on every rank, or on the meta device (its weights are loaded after).
+        model: any `nn.Module`, real and the same on every rank, or meta (its weights are loaded afterwards).
         device_mesh: see `adopt_device_mesh` for the names of its dims.
-        mp_policy: by default bfloat16 for forward and backward, float32 for the reduction of gradients.
-        tp_shard_plan: see `read_plan`; by default the automatic plan, of any architecture. Modules that a plan does not
-            name are split as the automatic plan says; name them "replicate" to keep them.
+        mp_policy: default: bfloat16 for forward and backward, float32 for the reduction of gradients.
+        tp_shard_plan: see `read_plan`; default: the automatic plan, for any architecture. The automatic plan also
+            splits modules that a plan does not name; name them "replicate" to keep them.
         offload_policy: a `CPUOffloadPolicy` keeps parameters, gradients and optimizer states in host memory.
 
     Returns:
         `model` itself.
 
     Raises:
-        MeshError: the device mesh cannot be taken over.
-        PlanError: the plan cannot be followed.
+        MeshError: the device mesh cannot be converted.
+        PlanError: the plan cannot be applied.
 
-    Communicates: as `shardwise.parallelize`.
+    Communicates: like `shardwise.parallelize`.
     """
     check_kind("offload_policy", offload_policy, OffloadPolicy | None, fix="use CPUOffloadPolicy(...), or None")
     mesh = adopt_device_mesh(device_mesh)
@@ -154,15 +156,15 @@ def nvfsdp_strategy_parallelize(
     nccl_ub: bool = False,
     fsdp_double_buffer: bool = False,
 ) -> nn.Module:
-    """As `fsdp2_strategy_parallelize`, with nvFSDP's arguments, each as FSDP2 does it (docs/migrate/nemo_automodel.md).
+    """`fsdp2_strategy_parallelize` with nvFSDP's arguments, implemented by FSDP2 (docs/migrate/nemo_automodel.md).
 
     Args:
-        nvfsdp_unit_modules: import paths of the classes whose instances are gathered one by one; None: the whole model.
+        nvfsdp_unit_modules: import paths of the classes whose instances are FSDP units; None: the whole model.
         data_parallel_sharding_strategy: "optim_grads_params", "optim_grads", "optim", "no_shard" (ZeRO 3 to 0), or the
             document's "params" and "grads_params" (3).
-        init_nvfsdp_with_meta_device: initialise a meta model; each rank holds all of it for a moment.
-        check_for_nan_in_grad: optimizer steps raise `GradientError` on all ranks where a gradient is infinite or NaN.
-        calculate_per_token_loss: gradients are summed over data ranks, not averaged.
+        init_nvfsdp_with_meta_device: initialize a meta model; each rank holds all of it for a moment.
+        check_for_nan_in_grad: optimizer steps raise `GradientError` on all ranks if a gradient is infinite or NaN.
+        calculate_per_token_loss: sum gradients over data ranks instead of averaging.
 
     Raises:
         ConfigError: the strategy is unknown, a path leads to no class, or no module is an instance of one.
@@ -193,10 +195,10 @@ def nvfsdp_strategy_parallelize(
 
 
 def import_classes_from_paths(class_paths: list[str]) -> list[type]:
-    """Returns the classes at dotted paths.
+    """The classes at dotted paths.
 
     Raises:
-        ConfigError: the argument is no list, or some paths lead to no class; the error lists every one.
+        ConfigError: the argument is no list, or some paths lead to no class; lists every one.
     """
     check_kind("class paths", class_paths, list | tuple, fix="pass a list of package.module.ClassName")
     classes: list[type] = []
@@ -214,7 +216,7 @@ def import_classes_from_paths(class_paths: list[str]) -> list[type]:
 
 
 def _unit_names(model: nn.Module, paths: list[str]) -> tuple[str, ...]:
-    """The names of the modules that are instances of the classes at `paths`."""
+    """Names of the modules that are instances of the classes at `paths`."""
     classes = tuple(import_classes_from_paths(paths))
     modules = {name: module for name, module in model.named_modules() if name}
     for path, each in zip(paths, classes, strict=True):
@@ -228,24 +230,24 @@ def _unit_names(model: nn.Module, paths: list[str]) -> tuple[str, ...]:
 
 
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
-    """The tensor-parallel plan of a model, of any architecture: patterns of module names to styles, torch's where torch
-    has them, else `RuleStyle`s.
+    """The tensor-parallel plan of a model, for any architecture: patterns of module names to torch's styles, or to
+    `RuleStyle`s where torch has none.
 
     Raises:
-        PlanError: there is none that computes the same.
+        PlanError: there is no plan that computes the same.
     """
     check_kind("the model", model, nn.Module, fix="pass a model, not its class or name")
     return hf_plan(plan_for(model, ParallelSpec(), num_parts=2))
 
 
 def to_cpu(v: Any) -> Any:
-    """The full value of a `DTensor`, or of a parameter of a split model, on the CPU, on every rank; another tensor on
-    the CPU; anything else as it is.
+    """Copies a value to the CPU: the full value of a `DTensor` or of a split model's parameter, on every rank. Returns
+    other objects unchanged.
 
     Raises:
         ConfigError: a `DTensor` is on neither a GPU nor the CPU.
 
-    Communicates: an all-gather over every mesh dim that shards it; all ranks of these must call.
+    Communicates: an all-gather over every mesh dim that shards it; all ranks of these dims must call it.
     """
     if isinstance(v, DTensor) and v.device.type not in ("cuda", "cpu"):
         raise ConfigError(f"Unknown device {v.device}", why="a DTensor is on a GPU or the CPU")
@@ -295,14 +297,12 @@ def _parallelize(
 
 
 def _own_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of the model's first floating-point parameter."""
+    """Dtype of the model's first floating-point parameter."""
     return next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
 
 
 def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The values that the buffers of a meta model start with which no state dict holds, such as `inv_freq`; on the
-    CPU.
-    """
+    """Initial values, on the CPU, of a meta model's buffers that are in no state dict, such as `inv_freq`."""
     if not isinstance(model, PreTrainedModel) or not any(value.is_meta for value in model.buffers()):
         return {}
     with Construction() as construction:
@@ -314,7 +314,7 @@ def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _fill_at_first_forward(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Has the first forward set these buffers, which `to_empty` leaves undefined and no state dict holds."""
+    """Sets these buffers at the first forward. `to_empty` leaves them undefined, and no state dict holds them."""
 
     def fill(module: nn.Module, args: Any) -> None:
         handle.remove()

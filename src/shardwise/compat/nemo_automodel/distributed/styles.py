@@ -1,4 +1,4 @@
-"""torch's parallel styles and style strings as rules, and rules as styles."""
+"""Converts torch's parallel styles and style strings to rules, and rules to styles."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ _OF_TORCH: dict[str, tuple[type[ParallelStyle], dict[str, Any]]] = {
 
 
 class RuleStyle(ParallelStyle):
-    """A style that torch has no class for: it carries the rules of ours that say the same.
+    """A style without a torch class. It carries the equivalent rules.
 
     Attributes:
-        styles: one for each section of a plan that has a rule for the module.
+        styles: one style for each section of a plan that has a rule for the module.
     """
 
     def __init__(self, *styles: str) -> None:
@@ -61,7 +61,9 @@ class RuleStyle(ParallelStyle):
         return f"RuleStyle({', '.join(self.styles)})"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """In torch's own `parallelize_module`, where a module keeps its parameters and their gradients are summed."""
+        """Called by torch's own `parallelize_module`: keeps the module's parameters replicated and sums their
+        gradients.
+        """
         if self.styles == ("replicated_with_grad_allreduce",):
             group = device_mesh.get_group()
 
@@ -79,10 +81,10 @@ class RuleStyle(ParallelStyle):
 
 
 def style_of(style: str) -> ParallelStyle:
-    """A new style object for the style string of transformers, or of ours.
+    """Style object for a style string of transformers or Shardwise.
 
     Raises:
-        PlanError: it is no string, or no style.
+        PlanError: the argument is no string, or no style.
     """
     if not isinstance(style, str):
         raise PlanError(
@@ -112,10 +114,10 @@ def hf_plan(plan: Plan) -> dict[str, ParallelStyle]:
 
 
 def import_from_path(path: str) -> Any:
-    """Returns the object at a dotted path such as `package.module.Name`.
+    """The object at a dotted path such as `package.module.Name`.
 
     Raises:
-        ConfigError: `path` is no such path, or nothing stands there.
+        ConfigError: `path` is malformed, or there is no such object.
     """
     try:
         if "." not in path:
@@ -127,14 +129,14 @@ def import_from_path(path: str) -> Any:
 
 
 def read_plan(plan: Any, model: nn.Module) -> tuple[str | Plan, bool]:
-    """A plan of torch's styles: as rules, and whether it is one of sequence parallelism.
+    """Converts a plan of torch's styles to rules. Also returns whether it uses sequence parallelism.
 
     Args:
         plan: patterns to torch's styles or style strings; the import path of such a dictionary, or of a function that
             returns one (of the model, if it takes an argument); "auto", "declared" or "derived"; None for "auto".
 
     Raises:
-        PlanError: it is none of these.
+        PlanError: the plan is none of these.
     """
     check_kind("the model", model, nn.Module, fix="pass the model itself, first")
     if isinstance(plan, str) and plan not in AUTOMATIC:
@@ -163,7 +165,7 @@ def read_plan(plan: Any, model: nn.Module) -> tuple[str | Plan, bool]:
 
 
 def _is_ours(pattern: str) -> bool:
-    """Whether a pattern means the same to `fnmatch`, which torch uses, and to us."""
+    """Whether a pattern means the same for `fnmatch`, which torch uses, and for us."""
     return all(part in ("*", "**") or not set(part) & set("*?[") for part in pattern.split("."))
 
 
@@ -175,7 +177,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _styles(pattern: str, style: Any, model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
-    """Our styles for what the user gives for a pattern; none where sequence parallelism itself takes care of it."""
+    """Our styles for the user's style of a pattern; empty if sequence parallelism itself covers it."""
     if isinstance(style, str):
         style = style_of(style)
     if isinstance(style, RuleStyle):

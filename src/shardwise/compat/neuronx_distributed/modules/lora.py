@@ -1,4 +1,4 @@
-"""`modules.lora`: NxD's LoRA over PEFT's, whose adapters are split as what they adapt."""
+"""`modules.lora`: NxD's LoRA on top of PEFT's. Adapters are split like their base."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ _PEFTS = ("lora_alpha", "lora_dropout", "bias", "target_modules", "use_rslora", 
 
 @dataclass
 class LoraConfig:
-    """What is adapted, how, and what a checkpoint is to hold.
+    """Configuration of LoRA adapters and their checkpoints.
 
     Attributes:
-        target_modules: keywords, of which the name of a module includes one; a text is a pattern of full names; None
-            takes what PEFT knows of the architecture.
-        save_lora_base, merge_lora: write the base, with the adapter beside it (`base/` in the checkpoint) or added to
-            it (`merged/`), as Hugging Face directories; by default the adapter alone is saved.
+        target_modules: keywords; a module whose name contains one is adapted. A string is a pattern of full names; None
+            uses PEFT's default for the architecture.
+        save_lora_base, merge_lora: write the base with the adapter beside it (`base/` in the checkpoint), or with the
+            adapter added (`merged/`), as Hugging Face directories; default: save only the adapter.
         save_lora_config_adapter: keep the config in the checkpoint; else in `lora_save_dir/adapter_config.json`, below
-            the directory of checkpoints, where PEFT finds the adapter, too.
-        load_lora_from_ckpt: start from the adapter of the checkpoint `lora_load_tag` in `lora_save_dir`; what is
-            adapted, and how, is then as the checkpoint says.
+            the directory of checkpoints, where PEFT also finds the adapter.
+        load_lora_from_ckpt: start from the adapter of the checkpoint `lora_load_tag` in `lora_save_dir`, whose
+            configuration then applies.
 
     Raises:
-        ConfigError: a value is none of those documented.
+        ConfigError: a value is not documented.
     """
 
     enable_lora: bool = True
@@ -67,28 +67,30 @@ class LoraConfig:
             raise ConfigError("LoraConfig merge_lora without save_lora_base", why="it is the base that it is merged in")
 
     def as_saved(self) -> LoraConfig:
-        """The config of the adapter that is to be loaded, or a LoadError; this one where none is."""
+        """Config of the adapter that will be loaded; this config if none will be. Raises `LoadError` if there is no
+        such adapter.
+        """
         if not self.load_lora_from_ckpt:
             return self
         saved = read_adapter_config(find_tag(Path(self.lora_save_dir), self.lora_load_tag))
         return replace(self, lora_rank=saved.r, **{name: getattr(saved, name) for name in _PEFTS})
 
     def for_peft(self, model: nn.Module) -> Any:
-        """The same as PEFT's config."""
+        """The equivalent PEFT config."""
         same = {name: getattr(self, name) for name in _PEFTS}
         same["target_modules"] = named_targets(model, self.target_modules)
         same["modules_to_save"] = list(self.modules_to_save) if self.modules_to_save else None
         return peft().LoraConfig(r=self.lora_rank, init_lora_weights=_INITS[self.init_lora_weights], **same)
 
     def packed(self, user_content: Any) -> Any:
-        """What a checkpoint takes beside the tensors."""
+        """The user content of a checkpoint, with this config if it is saved there."""
         config = {**asdict(self), "lora_save_dir": os.fspath(self.lora_save_dir)}
         return {"user_content": user_content, "lora_config": config} if self.save_lora_config_adapter else user_content
 
     def export(self, model: nn.Module, path: str | os.PathLike[str], tag: str) -> None:
-        """Writes what is asked for besides the checkpoint `tag`.
+        """Writes the exports that the config requests beside the checkpoint `tag`.
 
-        Communicates: as `shardwise.export_pretrained`.
+        Communicates: like `shardwise.export_pretrained`.
         """
         if not self.save_lora_config_adapter:
             export_pretrained(model, Path(path) / self.lora_save_dir, adapter="only")
@@ -98,11 +100,11 @@ class LoraConfig:
 
 
 def LoRAModel(module: nn.Module, LoraConfig: LoraConfig) -> nn.Module:  # noqa: N802, N803 - so the document
-    """Returns PEFT's model around a model that is not split yet, with adapters; the base is frozen.
+    """Adds adapters to an unsplit model and freezes the base; returns PEFT's model around it.
 
     Raises:
-        ConfigError: no module's name includes one of the keywords, or PEFT cannot adapt one.
-        PlanError: the model has been split already.
+        ConfigError: no module's name contains a keyword, or PEFT cannot adapt a module.
+        PlanError: the model is already split.
     """
     check_kind("the model of a LoRAModel", module, nn.Module, fix="pass the model, then a LoraConfig")
     if not hasattr(LoraConfig, "for_peft"):

@@ -17,7 +17,7 @@ __all__ = ["GQAQKVColumnParallelLinear"]
 
 
 def _also_plural(init: Callable[..., None]) -> Callable[..., None]:
-    """Lets callers spell `output_size` as `output_sizes`, which the document does in its list of parameters."""
+    """Accepts `output_sizes` for `output_size`, as the document spells it in its list of parameters."""
 
     @functools.wraps(init)
     def call(*args: Any, **options: Any) -> None:
@@ -29,18 +29,17 @@ def _also_plural(init: Callable[..., None]) -> Callable[..., None]:
 
 
 class GQAQKVColumnParallelLinear(GroupedProjections):
-    """Query, key and value projections; neighbouring ranks hold copies of keys and values, so queries stay in order.
+    """Query, key and value projections. Neighbouring ranks hold copies of keys and values, so queries stay in order.
 
     Args:
         output_size: features of query, and of key and value: `[q, kv]`. Also spelled `output_sizes`.
         gather_output: return full features, keys and values once each.
-        kv_size_multiplier: how many copies of every key/value head are divided over tp; see
-            [Note: copies of key/value heads].
-        options: `init_method` and `sequence_dimension`, as of the other layers, and `num_heads`, of keys,
-            where no config or `head_dim` of the model says it.
+        kv_size_multiplier: number of copies of every key/value head; see [Note: copies of key/value heads].
+        options: `init_method` and `sequence_dimension` as in the other layers, and `num_heads`, the number of key/value
+            heads, if no config or `head_dim` of the model gives it.
 
     Raises:
-        ConfigError: `output_size` is no pair, or the copies do not divide so.
+        ConfigError: `output_size` is no pair, or the copies do not divide.
     """
 
     @_also_plural

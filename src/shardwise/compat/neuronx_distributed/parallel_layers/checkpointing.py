@@ -1,6 +1,6 @@
-"""`parallel_layers.save` and `load`: what each rank holds, in a file of its own; or one file of full tensors.
+"""`parallel_layers.save` and `load`: each rank's parts in its own file, or one file of full tensors.
 
-See `shardwise.save_checkpoint` for checkpoints that any layout can load.
+`shardwise.save_checkpoint` makes checkpoints that any layout can load.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ def save(
     down_cast_bf16: bool = False,
     master_dp_only: bool = True,
 ) -> None:
-    """Writes what this rank holds to `save_dir/tp_rank_TT_pp_rank_PP/checkpoint.pt`, complete or not at all. Of a
-    `DTensor` it writes the tensor that the data ranks hold together; all of them must call.
+    """Writes this rank's parts to `save_dir/tp_rank_TT_pp_rank_PP/checkpoint.pt`, atomically.
+
+    A `DTensor` is gathered over the data ranks first; all of them must call.
 
     Args:
-        save_serially: one place of tp and pp after the other, so that few tensors are in host memory at a time.
-        save_xser: changes nothing, as `load_xser` does not.
+        save_serially: write one (tp, pp) rank after the other, so that few tensors are in host memory at a time.
+        save_xser: no effect, like `load_xser`.
         down_cast_bf16: write floating-point tensors in bfloat16.
-        master_dp_only: only data rank 0 writes; else every one, with `_dp_rank_DD` in its name.
+        master_dp_only: only data rank 0 writes; else every data rank, with `_dp_rank_DD` in the name.
 
     Raises:
         LoadError: a file cannot be written. The same on every rank.
 
-    Communicates: a gather of a small object over all ranks for every turn; an all-gather of every `DTensor`.
+    Communicates: a gather of a small object over all ranks per turn; an all-gather of every `DTensor`.
     """
     check_kind("state_dict", state_dict, Mapping, fix="pass a dictionary, such as model.state_dict()")
     mesh = current_mesh()
@@ -72,20 +73,21 @@ def load(
     model: nn.Module | torch.optim.Optimizer | None = None,
     master_dp_only: bool = True,
 ) -> Any:
-    """Reads what `save` wrote, at the same degrees; or with `sharded=False` one file of full tensors, at any. No code
-    in the files is run.
+    """Reads the files of `save` at the same degrees; with `sharded=False` one file of full tensors at any degrees.
+
+    No code in the files is run.
 
     Args:
-        load_dir: the directory; the file where not `sharded`.
-        model_or_optimizer: what takes the entry `model_key`; `model` is another name for it.
+        load_dir: the directory; the file if not `sharded`.
+        model_or_optimizer: receives the entry `model_key`; `model` is another name for it.
 
     Returns:
-        The other entries; all of them where nothing takes one.
+        The other entries; all entries without a model or optimizer.
 
     Raises:
         LoadError: there is no such file, or it has no such entry. The same on every rank.
 
-    Communicates: one gather of a small object over all ranks for each tp rank: one after the other reads.
+    Communicates: one gather of a small object over all ranks per tp rank: they read one after the other.
     """
     mesh, target = current_mesh(), model_or_optimizer if model_or_optimizer is not None else model
     if not sharded and target is None:
@@ -122,7 +124,7 @@ def write_tree(tree: Any, place: Path) -> None:
 
 
 def read_tree(place: Path) -> Any:
-    """What `write_tree` wrote, on the CPU."""
+    """Reads the file of `write_tree`, to the CPU."""
     if not (place / _NAME).is_file():
         raise LoadError(f"no checkpoint at {place / _NAME}", fix="load it at the degrees at which it was saved")
     return _read(place / _NAME)

@@ -15,17 +15,18 @@ __all__ = ["clip_grad_norm"]
 
 
 def clip_grad_norm(parameters: Any, max_norm: float, norm_type: float | str = 2, **options: Any) -> Tensor:
-    """Clips the gradients of `parameters`, an iterable of any kind, one tensor or a model, by the norm of the full
-    ones, after averaging over data ranks what nobody has.
+    """Clips the gradients of `parameters` (an iterable, one tensor or a model) by the norm of the full gradients.
+
+    First averages gradients of unregistered parameters over data ranks.
 
     Args:
         norm_type: p of the p-norm; "inf" or `math.inf` for the largest entry.
-        options: of theirs, without meaning here: every element counts once, however it is stored.
+        options: NxD's options, without effect: every element counts once, however it is stored.
 
     Returns:
         The norm before clipping, float32 scalar, the same on every rank.
 
-    Communicates: as `average_gradients`; over all ranks, one all-reduce of one value.
+    Communicates: like `average_gradients`; over all ranks, one all-reduce of one value.
     """
     found = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
     chosen = [found] if isinstance(found, Tensor) else list(found)

@@ -1,4 +1,4 @@
-"""NxD's parallel layers, over the modules that divide themselves."""
+"""NxD's parallel layers, on top of `SplitModule`s."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _IDLE = {"keep_master_weight", "norm_type", "pad", "pad_alignment_size_per_rank"
 
 
 class ColumnParallelLinear(ColumnLinear):
-    """A linear whose output features are divided over tp, in any sizes.
+    """A linear whose output features are split over tp, in any sizes.
 
-    Weights start as an `nn.Linear` of the full size would. Takes inputs of any number of dims; its bias is divided as
-    its outputs are. Gradients of narrow dtypes are summed in float32.
+    Weights start like those of a full-size `nn.Linear`. Inputs may have any number of dims; the bias is split like the
+    output. Gradients of narrow dtypes are summed in float32.
 
     Args:
-        options: `dtype=torch.float32, device, stride, init_method, sequence_parallel_enabled, sequence_dimension`,
-            which may be given by place, and those that change nothing. `stride` is the number of sections of a fused
-            weight; `sequence_dimension` (0) where each rank is given a part of the sequence.
+        options: `dtype=torch.float32, device, stride, init_method, sequence_parallel_enabled, sequence_dimension`, also
+            positional, and options without effect. `stride`: number of sections of a fused weight. `sequence_dimension`
+            (0): dim of the sequence, of which each rank receives a part.
     """
 
     def __init__(
@@ -52,8 +52,9 @@ class ColumnParallelLinear(ColumnLinear):
 
 
 class RowParallelLinear(RowLinear):
-    """A linear whose input features are divided over tp, in any sizes; the product is summed. See
-    `ColumnParallelLinear`; `input_is_parallel` says whether a rank is given its part of the features.
+    """A linear whose input features are split over tp, in any sizes; the product is summed.
+
+    Options: see `ColumnParallelLinear`; `input_is_parallel`: whether a rank receives only its part of the features.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class RowParallelLinear(RowLinear):
 
 
 class ParallelEmbedding(StandaloneEmbedding):
-    """An embedding that is divided over tp by vocabulary, of any size, or by features (`shard_across_embedding`).
+    """An embedding split over tp by vocabulary, of any size, or by features (`shard_across_embedding`).
 
     With `sequence_parallel_enabled` each rank keeps its part of the sequence: of `[s, b, h]`, or of `[b, s, h]` with
     `sequence_dimension` 1. `max_norm`, `scale_grad_by_freq` and `sparse` are refused.
@@ -83,13 +84,13 @@ class ParallelEmbedding(StandaloneEmbedding):
 
 
 def own_options(order: Sequence[str], args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """NxD's options of a layer as ours; unknown ones are left to raise a TypeError.
+    """Converts NxD's options of a layer to ours. Unknown ones stay, and raise a TypeError later.
 
     Args:
-        order: of what may be given by place.
+        order: names of the positional options.
 
     Raises:
-        UnsupportedError: one is given that cannot be followed.
+        UnsupportedError: an option is not supported.
     """
     given: dict[str, Any] = {"dtype": torch.float32} | dict(zip(order, args, strict=False)) | options
     given["reduce_output=False"] = not given.pop("reduce_output", True)

@@ -1,4 +1,4 @@
-"""`parallel_cross_entropy`: from logits that are divided over the vocabulary."""
+"""`parallel_cross_entropy` of logits split over the vocabulary."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["parallel_cross_entropy"]
 def parallel_cross_entropy(
     vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0, ignore_index: int = -100
 ) -> Tensor:
-    """The loss of every target, computed in float32; logits are not modified.
+    """Loss of every target, computed in float32; logits are not modified.
 
     Args:
-        vocab_parallel_logits: `[..., vocabulary]`, per rank its part, divided as `torch.chunk` does.
+        vocab_parallel_logits: `[..., vocabulary]`, per rank its part, divided like `torch.chunk`.
         target: int `[...]`, the same on every tp rank.
         ignore_index: targets whose loss and gradient are 0.
 
@@ -26,9 +26,9 @@ def parallel_cross_entropy(
         Losses `[...]`, the same on every tp rank.
 
     Raises:
-        ConfigError: `label_smoothing` is outside of 0 to 1.
+        ConfigError: `label_smoothing` is not between 0 and 1.
 
-    Communicates: over tp, one all-reduce of one integer and one all-gather of three values a target and rank.
+    Communicates: over tp, one all-reduce of one integer and one all-gather of three values per target and rank.
     """
     if not 0 <= label_smoothing <= 1:
         raise ConfigError(f"label_smoothing is {label_smoothing!r}", fix="use a number from 0 to 1")

@@ -1,4 +1,4 @@
-"""NxD's mappings: what happens to activations at the edges of tensor parallelism, forward and backward."""
+"""NxD's mappings: conversions of activations at the edges of tensor parallelism, in forward and backward."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ __all__ = [
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor) -> Tensor:
-    """Identity; one all-reduce of the gradient."""
+    """Identity in forward; one all-reduce of the gradient in backward."""
     return collectives.copy_to_region(input_, current_mesh().group("tp"))
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor) -> Tensor:
-    """One all-reduce; identity backward. The input stays as it is."""
+    """One all-reduce in forward; identity in backward. The input is not changed."""
     return collectives.reduce_from_region(input_.clone(), current_mesh().group("tp"))
 
 
 def scatter_to_sequence_parallel_region(input_: Tensor, sequence_dimension: int = 0) -> Tensor:
-    """This rank's equal part of the sequence; all-gather backward."""
+    """This rank's equal part of the sequence; all-gather in backward."""
     sizes = Axis.of(current_mesh(), "tp").equal_sizes(input_.shape[sequence_dimension])
     return collectives.split_full(input_, current_mesh().group("tp"), dim=sequence_dimension % input_.ndim, sizes=sizes)
 
 
 def scatter_to_tensor_model_parallel_region(input_: Tensor) -> Tensor:
-    """This rank's part of the last dim, as `torch.chunk` divides it; all-gather backward."""
+    """This rank's part of the last dim, divided like `torch.chunk`; all-gather in backward."""
     sizes = Axis.of(current_mesh(), "tp").even_sizes(input_.shape[-1])
     return collectives.split_full(input_, current_mesh().group("tp"), dim=input_.ndim - 1, sizes=sizes)
 
@@ -44,7 +44,7 @@ def scatter_to_tensor_model_parallel_region(input_: Tensor) -> Tensor:
 def gather_from_sequence_parallel_region(
     input_: Tensor, sequence_dimension: int = 0, to_model_parallel: bool = True
 ) -> Tensor:
-    """All of the sequence from equal parts: into split features (reduce-scatter backward), or not (own slice)."""
+    """Gathers equal parts of the sequence: before split features (reduce-scatter in backward), or not (own slice)."""
     mesh, dim = current_mesh(), sequence_dimension % input_.ndim
     if to_model_parallel:
         return collectives.gather_to_region(input_, mesh.group("tp"), dim=dim)
@@ -53,11 +53,11 @@ def gather_from_sequence_parallel_region(
 
 
 def gather_from_tensor_model_parallel_region(input_: Tensor) -> Tensor:
-    """All ranks' parts of the last dim, of any sizes; own slice backward."""
+    """Gathers the ranks' parts of the last dim, of any sizes; own slice in backward."""
     return collectives.gather_full(input_, current_mesh().group("tp"), dim=input_.ndim - 1, sizes=None)
 
 
 def reduce_scatter_to_sequence_parallel_region(input_: Tensor, sequence_dimension: int = 0) -> Tensor:
-    """The sum of the ranks' terms, of which each keeps its equal part of the sequence; all-gather backward."""
+    """Sums the ranks' partial results; each rank keeps its equal part of the sequence. All-gather in backward."""
     Axis.of(current_mesh(), "tp").equal_sizes(input_.shape[sequence_dimension])
     return collectives.scatter_from_region(input_, current_mesh().group("tp"), dim=sequence_dimension)

@@ -1,9 +1,9 @@
-"""`pad_model`: attention heads that do not divide by the number of ranks, in models that count padded ones.
+"""`pad_model`: attention heads that do not divide among the ranks, in models whose code counts padded heads.
 
 # [Note: heads are padded in activations]
-Code of this kind has `padded heads / tp` heads on every rank. Ranks hold whole heads, the last ones fewer; what a
-column-split module returns is filled up with zeros, and a row-split one drops them again. So parameters, and
-checkpoints, have the true sizes, a head of zeros adds nothing, and its gradient is dropped.
+Such code has `padded heads / tp` heads on every rank. Here ranks hold whole heads, the last ones fewer. The output of a
+column-split module is padded with zeros, and a row-split module drops the padding again. So parameters and checkpoints
+have the true sizes. A head of zeros adds nothing, and its gradient is dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["get_number_of_extra_heads", "pad_model"]
 
 
 def get_number_of_extra_heads(n_head: int, tp_degree: int) -> int:
-    """How many heads are missing to a multiple of the ranks."""
+    """Number of heads missing to a multiple of the ranks."""
     return -n_head % tp_degree
 
 
@@ -36,20 +36,20 @@ def pad_model(
     wrapped_classes: Sequence[type[nn.Module]] = (),
     pad_hook_fn: Callable[[nn.Module, float], Any] | None = None,
 ) -> nn.Module:
-    """Divides column- and row-split linears by whole heads, in place; what the model computes stays.
+    """Splits column- and row-split linears by whole heads, in place. The model's result stays the same.
 
-    Linears of heads come in pairs: what a column-split one returns, a row-split one of as many features takes. Any
-    other linear, such as one over the vocabulary, stays as it is.
+    Linears of heads come in pairs: a row-split one takes the output of a column-split one of as many features. Other
+    linears, such as one over the vocabulary, stay unchanged.
 
     Args:
-        model: with parallel layers, before `move_model_to_device`.
-        wrapped_classes: whose linears have heads; by default all (which is right, and moves more).
+        model: model with parallel layers, before `move_model_to_device`.
+        wrapped_classes: classes whose linears have heads; default: all (which is correct, and moves more).
         pad_hook_fn: called with the model and the ratio of heads to padded heads.
 
     Raises:
         UnsupportedError: a linear gathers its output, or is fused.
 
-    Communicates: over tp, one all-gather of every parameter that is divided otherwise.
+    Communicates: over tp, one all-gather of every parameter whose split changes.
     """
     linears: dict[str, Any] = {}
     for name, module in model.named_modules():
@@ -75,7 +75,7 @@ def pad_model(
 
 
 def _has_partner(name: str, module: Any, linears: Mapping[str, Any]) -> bool:
-    """Whether another linear takes what this one returns, or the other way around, in the same layer."""
+    """Whether another linear of the same layer takes this one's output, or the other way around."""
     return any(
         isinstance(other, RowLinear) is not isinstance(module, RowLinear)
         and _width(other) == _width(module)
@@ -85,13 +85,13 @@ def _has_partner(name: str, module: Any, linears: Mapping[str, Any]) -> bool:
 
 
 def _width(module: Any) -> int:
-    """Features between the two linears of a pair."""
+    """Number of features between the two linears of a pair."""
     width: Any = module.in_features if isinstance(module, RowLinear) else module.out_features
     return int(width[0] if isinstance(module, GroupedProjections) else width)
 
 
 def _is_across_layers(first: str, second: str) -> bool:
-    """Whether, below what both names share, one leads through an item of a list of blocks, `layers.0.mlp`."""
+    """Whether a name, below the common prefix, leads through an item of a list of blocks, such as `layers.0.mlp`."""
     ends = [name.split(".") for name in (first, second)]
     while ends[0] and ends[1] and ends[0][0] == ends[1][0]:
         ends = [end[1:] for end in ends]

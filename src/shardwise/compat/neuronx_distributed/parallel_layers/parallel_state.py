@@ -1,4 +1,4 @@
-"""`parallel_state`: one mesh for the process, which NxD's functions ask. The only global of these packages."""
+"""`parallel_state`: one mesh for the process, which NxD's functions use. The only global of these packages."""
 
 from __future__ import annotations
 
@@ -39,10 +39,9 @@ class _State:
     """The mesh of this process.
 
     Attributes:
-        waits: whether a mesh of one rank is opened when it is first asked for: a Lightning Trainer may still start the
-            ranks.
+        waits: whether a mesh of one rank is opened at its first use: a Lightning Trainer may still start the ranks.
         shards_later: whether that mesh shards over data ranks.
-        own_group: this rank's group of itself, once somebody asked for it.
+        own_group: this rank's group of itself, created on demand.
     """
 
     mesh: Mesh | None = None
@@ -54,15 +53,16 @@ class _State:
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1, pipeline_model_parallel_size: int = 1, *, shards: bool = False
 ) -> None:
-    """Arranges all ranks: tp innermost, then data ranks, pp outermost. Data ranks are those that tp and pp leave.
+    """Arranges all ranks: tp innermost, then data ranks, pp outermost. The data size is the number of ranks / (tp *
+    pp).
 
     Args:
         shards: whether data ranks shard optimizer states (ZeRO), or replicate them.
 
     Raises:
-        MeshError: it has been done already, or the sizes do not divide the number of ranks.
+        MeshError: already initialized, or the sizes do not divide the number of ranks.
 
-    Communicates: as `Mesh.open`.
+    Communicates: like `Mesh.open`.
     """
     if model_parallel_is_initialized():
         raise MeshError(
@@ -80,7 +80,7 @@ def _open(tp_size: int, pp_size: int, *, shards: bool) -> Mesh:
 
 
 def initialize_later(*, shards: bool) -> None:
-    """Initialises model parallelism over one rank, when the mesh is first asked for."""
+    """Initializes model parallelism over one rank at the first use of the mesh."""
     _State.waits, _State.shards_later = True, shards
 
 
@@ -88,7 +88,7 @@ def adopt(mesh: Mesh) -> None:
     """Takes over a mesh that a Lightning strategy has opened.
 
     Raises:
-        MeshError: model parallelism was initialised over other ranks.
+        MeshError: model parallelism was initialized over other ranks.
     """
     if _State.mesh is not None and _State.mesh.shape.world_size != mesh.shape.world_size:
         raise MeshError(
@@ -99,7 +99,7 @@ def adopt(mesh: Mesh) -> None:
 
 
 def opened_mesh() -> Mesh | None:
-    """The mesh of this process, if it is open."""
+    """The mesh of this process; None if it is not open."""
     return _State.mesh
 
 
@@ -120,7 +120,7 @@ def current_mesh() -> Mesh:
     """The mesh of this process.
 
     Raises:
-        MeshError: model parallel is not initialised.
+        MeshError: model parallelism is not initialized.
     """
     if _State.mesh is None and _State.waits:
         return _open(1, 1, shards=_State.shards_later)
@@ -134,8 +134,10 @@ def current_mesh() -> Mesh:
 
 
 def _groups(*axes: str, as_list: bool) -> Any:
-    """This rank's process group along these axes, or the global ranks of all groups. A group of one rank where the axis
-    has one, because torch takes None for all ranks; None where no processes have met.
+    """This rank's process group along these axes, or the global ranks of all groups.
+
+    Returns a group of one rank for an axis of size 1, because torch takes None for all ranks; None without a process
+    group.
     """
     mesh = current_mesh()
     if as_list:
@@ -196,7 +198,7 @@ get_data_parallel_world_size = get_data_parallel_size
 
 
 def check_data_groups(groups: Sequence[Sequence[int]] | None, doing: str) -> None:
-    """Raises `ConfigError` where groups are given that are not the data-parallel ones."""
+    """Raises `ConfigError` if `groups` are given and are not the data-parallel groups."""
     given = groups if isinstance(groups, dist.ProcessGroup | None) else [list(group) for group in groups]
     if given not in (None, get_data_parallel_group(as_list=True)):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Random numbers that differ between tp ranks, beside those that do not."""
+"""Random streams that differ between tp ranks, beside torch's default stream, which does not."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class RNGStatesTracker:
         self._states: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, seed: int) -> None:
-        """Begins a stream; one of that name begins again."""
+        """Starts a stream; restarts an existing one."""
         self._states[name] = torch.Generator().manual_seed(seed).get_state()
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Inside, torch draws from the stream of that name; afterwards as before. KeyError where there is none."""
+        """Context manager: torch draws from the stream of that name. Raises KeyError if there is none."""
         with torch.random.fork_rng(devices=()):
             torch.set_rng_state(self._states[name])
             try:
@@ -44,8 +44,8 @@ def get_xla_rng_tracker() -> RNGStatesTracker:
 
 
 def model_parallel_xla_manual_seed(seed: int) -> None:
-    """Seeds torch, numpy and Python alike on the tp ranks of one data rank, and a stream that differs between tp ranks
-    for `get_xla_rng_tracker().fork()`. Data ranks draw differently.
+    """Seeds torch, numpy and Python equally on the tp ranks of one data rank, and a stream that differs between tp
+    ranks for `get_xla_rng_tracker().fork()`. Data ranks get different seeds.
     """
     seed += 1_000_003 * current_mesh().data_rank
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What scripts take from `parallel_layers.utils`."""
+"""Functions of `parallel_layers.utils`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ __all__ = ["move_model_to_device", "set_tensor_model_parallel_attributes"]
 
 
 def move_model_to_device(model: nn.Module, device: torch.device | str) -> None:
-    """Moves the model, and makes it known: gradients are complete when `backward` returns (means over data ranks, sums
-    where tp ranks hold parts), and clipping, `full_state_dict` and checkpoints know its parameters.
+    """Moves the model to the device and registers it.
+
+    From then on gradients are complete when `backward` returns (means over data ranks, summed over tp where partial),
+    and clipping, `full_state_dict` and checkpoints know its parameters.
 
     Raises:
         LayoutError: ranks hold different copies of a parameter; the same on every rank.
 
-    Communicates: as `shardwise.compat.layers.by_hand.adopt_model`, and one gather of digests.
+    Communicates: like `shardwise.compat.layers.by_hand.adopt_model`, and one gather of digests.
     """
     model.to(device)
     if not is_split(model):
@@ -32,5 +34,5 @@ def move_model_to_device(model: nn.Module, device: torch.device | str) -> None:
 def set_tensor_model_parallel_attributes(
     tensor: Any, is_parallel: bool, dim: int, stride: int = 1, num_partitions: int | None = None
 ) -> None:
-    """Says, before the model is known, that each tp rank holds its part of a parameter, which its owner has sliced."""
+    """Marks a parameter, before the model is registered, as this tp rank's part, which the user has sliced."""
     tensor.tensor_model_parallel, tensor.partition_dim, tensor.partition_stride = is_parallel, dim, stride

@@ -1,4 +1,4 @@
-"""`NxDPPModel`: a model in stages."""
+"""`NxDPPModel`: a model in pipeline stages."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class NxDPPModel(NxDModel):
 
     Args:
         module: a model, real, the same on every rank, not split yet.
-        pipeline_config: as in `neuronx_distributed_config`.
+        pipeline_config: see `neuronx_distributed_config`.
 
     Raises:
-        ConfigError: a key is unknown, or a cut is after no layer of the model.
+        ConfigError: a key is unknown, or a cut names no layer of the model.
         PlanError: the model cannot be cut.
 
-    Communicates: as `shardwise.parallelize`.
+    Communicates: like `shardwise.parallelize`.
     """
 
     def __init__(self, module: nn.Module, nxd_config: Mapping[str, Any] | None = None, **pipeline_config: Any) -> None:

@@ -1,4 +1,4 @@
-"""`save_checkpoint` and `load_checkpoint`, over ours: any degrees to any."""
+"""`save_checkpoint` and `load_checkpoint`, on top of ours: from any degrees to any."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ def save_checkpoint(
     """Saves a checkpoint that any degrees can load; see `shardwise.save_checkpoint`.
 
     Args:
-        tag: its name; by default one that counts.
+        tag: name of the checkpoint; default: a counter.
         model: None saves the optimizer's model with it, or no model.
-        optimizer: over parameters of the model; or a dictionary of what this rank holds, such as a `state_dict()`,
-            which each rank writes to a file of its own, for the same degrees.
+        optimizer: optimizer over the model's parameters; or a dictionary, such as a `state_dict()`, which each rank
+            writes to its own file, for the same degrees.
         user_content: JSON values, tuples, sets and tensors, the same on every rank.
-        num_kept_ckpts: delete all but so many of the newest, this one always kept; None or -1 keeps all.
-        async_save: write while training goes on, decided again by every call.
-        zero1_optimizer: whether every data rank writes its dictionary; else data rank 0 does.
-        num_workers, use_xser: change nothing: each rank writes one tensor after the other, and holds no more than that
-            one on the host.
+        num_kept_ckpts: keep this many of the newest checkpoints, including this one; None or -1 keeps all.
+        async_save: write in the background; each call decides anew.
+        zero1_optimizer: every data rank writes its dictionary; else only data rank 0 does.
+        num_workers, use_xser: no effect: each rank writes one tensor after the other, with one tensor in host memory at
+            a time.
 
     Raises:
         ConfigError: `num_kept_ckpts` is 0, or something cannot be saved.
-        LoadError: it cannot be written, or the asynchronous save before failed.
+        LoadError: the checkpoint cannot be written, or the previous asynchronous save failed.
 
-    Communicates: as `shardwise.save_checkpoint`; for a dictionary, one gather of a small object over all ranks.
+    Communicates: like `shardwise.save_checkpoint`; for a dictionary, one gather of a small object over all ranks.
     """
     warn_idle("save_checkpoint", _STREAMED, num_workers=num_workers != 8, use_xser=use_xser)
     if all(each is None for each in (model, optimizer, scheduler, user_content)):
@@ -101,13 +101,14 @@ def load_checkpoint(
     """Loads a checkpoint of any degrees, model before optimizer; returns its `user_content`.
 
     Args:
-        tag: by default the newest complete one.
-        optimizer: also a dictionary, whose entries become those that this rank saved.
+        tag: name of the checkpoint; default: the newest complete one.
+        optimizer: may be a dictionary, which receives the entries that this rank saved.
         strict: whether names that only the model or only the checkpoint has are an error.
-        num_workers: changes nothing: each rank reads its own parts, one after the other.
+        num_workers: no effect: each rank reads its own parts, one after the other.
 
     Raises:
-        LoadError: there is none, or it is damaged or of another model; the same on every rank, nothing is changed.
+        LoadError: there is none, it is damaged, or it belongs to another model; the same on every rank; nothing is
+            changed.
     """
     warn_idle("load_checkpoint", _STREAMED, num_workers=num_workers != 8)
     chosen = str(tag or "") or None
@@ -129,7 +130,7 @@ def load_checkpoint(
 
 
 def _model_of(model: Any, optimizer: Any) -> nn.Module:
-    """The model that is saved: an empty one where there is none, so that the rest is a checkpoint too."""
+    """The model to save; an empty one if there is none, so that the rest can still be saved."""
     if model is not None:
         return unwrapped(model)
     if optimizer is not None:
@@ -144,7 +145,7 @@ def _model_of(model: Any, optimizer: Any) -> nn.Module:
 
 
 def has_checkpoint(path: Path) -> bool:
-    """Whether there is a complete checkpoint in the directory."""
+    """Whether the directory has a complete checkpoint."""
     return root_of(path).is_dir() and bool(find_tags(root_of(path)))
 
 

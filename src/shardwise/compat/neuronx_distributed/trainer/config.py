@@ -49,17 +49,19 @@ def neuronx_distributed_config(
     lora_config: Any = None,
     mixed_precision_config: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Returns what the training functions take, complete, and initialises model parallelism. Where no launcher has
-    started ranks, that waits until it is needed, because a Lightning Trainer may start them.
+    """Returns the complete config for the training functions, and initializes model parallelism.
+
+    If no launcher has started ranks, initialization waits until it is needed, because a Lightning Trainer may start
+    them.
 
     Args:
-        others: as documented; keys that are left out of dictionaries have their defaults.
+        others: as documented; missing keys of dictionaries have their defaults.
 
     Raises:
-        ConfigError: a key is unknown, or a value none of those documented.
-        MeshError: model parallelism is initialised otherwise, or the sizes do not divide the ranks.
+        ConfigError: a key is unknown, or a value is not documented.
+        MeshError: model parallelism is initialized differently, or the sizes do not divide the ranks.
 
-    Communicates: as `initialize_model_parallel`.
+    Communicates: like `initialize_model_parallel`.
     """
     config = {
         "tensor_parallel_size": tensor_parallel_size,
@@ -87,11 +89,11 @@ def neuronx_distributed_config(
 
 
 def initialize(config: Mapping[str, Any]) -> None:
-    """Initialises model parallelism as a config says; checks the sizes where that has been done.
+    """Initializes model parallelism by a config; checks the sizes if it is already initialized.
 
     Raises:
-        ConfigError: it is no config.
-        MeshError: it has been done otherwise, or the sizes do not divide the ranks.
+        ConfigError: the argument is no config.
+        MeshError: it is initialized differently, or the sizes do not divide the ranks.
     """
     if not isinstance(config, Mapping) or not _DEFAULTS.keys() <= config.keys():
         raise ConfigError("nxd_config is no config", fix="pass what neuronx_distributed_config(...) returned")

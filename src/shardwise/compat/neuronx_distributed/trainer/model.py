@@ -16,7 +16,7 @@ __all__ = ["NxDModel", "unwrapped"]
 
 
 def _delegated(name: str, *, to: str = "module") -> Callable[..., Any]:
-    """The method of that name of the wrapped module, or of its `BatchRunner`."""
+    """Method that calls the method of that name of the wrapped module, or of its `BatchRunner`."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.__dict__[to], name)(*args, **kwargs)
@@ -26,8 +26,10 @@ def _delegated(name: str, *, to: str = "module") -> Callable[..., Any]:
 
 
 class NxDModel(nn.Module):
-    """Wraps a split model. Its modules and parameters keep their names, `shardwise`'s functions take it too, and other
-    attributes are the model's. Methods that begin with `local_` are the same.
+    """Wraps a split model with NxD's methods.
+
+    Modules and parameters keep their names, Shardwise's functions accept the wrapper, and other attributes are the
+    model's. The `local_` methods equal those without the prefix.
     """
 
     def __init__(self, module: nn.Module, nxd_config: Mapping[str, Any]) -> None:
@@ -62,12 +64,12 @@ class NxDModel(nn.Module):
 
     @property
     def config(self) -> Any:
-        """The config of a transformers model."""
+        """Config of a transformers model."""
         return self.local_module().config
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the first floating-point parameter."""
+        """Dtype of the first floating-point parameter."""
         return next((each.dtype for each in self.parameters() if each.is_floating_point()), torch.get_default_dtype())
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -99,5 +101,5 @@ class NxDModel(nn.Module):
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The split model inside of an `NxDModel`; any other model itself."""
+    """The split model inside of an `NxDModel`; other models are returned unchanged."""
     return model.local_module() if isinstance(model, NxDModel) else model

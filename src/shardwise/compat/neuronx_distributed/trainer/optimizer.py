@@ -1,4 +1,4 @@
-"""`NxDOptimizer`: what `initialize_parallel_optimizer` returns."""
+"""`NxDOptimizer`: the result of `initialize_parallel_optimizer`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ __all__ = ["NxDOptimizer"]
 
 
 class NxDOptimizer(torch.optim.Optimizer):
-    """Wraps an optimizer; schedulers and torch take it for one.
+    """Wraps an optimizer; schedulers and torch treat it as one.
 
     Args:
-        optimizer: any, over parameters of a split model, or of one that nobody knows and that tp ranks hold alike.
-        mesh: whose data ranks share the batch.
-        max_norm: to which the norm of the full gradients is clipped; None clips nothing.
+        optimizer: any optimizer over parameters of a split model, or of an unregistered model that is equal on tp
+            ranks.
+        mesh: mesh whose data ranks share the batch.
+        max_norm: maximum norm of the full gradients; None: no clipping.
 
     Attributes:
-        optimizer: the wrapped one.
-        grad_norm: before clipping, of the last step; None where nothing is clipped.
+        optimizer: the wrapped optimizer.
+        grad_norm: norm of the last step before clipping; None without clipping.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, mesh: Mesh, *, max_norm: float | None) -> None:
@@ -43,9 +44,10 @@ class NxDOptimizer(torch.optim.Optimizer):
         return [each for group in self.param_groups for each in group["params"]]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Averages over data ranks what nobody has, clips by the norm of the full gradients, and steps.
+        """Averages gradients of unregistered parameters over data ranks, clips by the norm of the full gradients, and
+        steps.
 
-        Communicates: as `average_gradients` and `clip_grad_norm_`.
+        Communicates: like `average_gradients` and `clip_grad_norm_`.
         """
         loss = None
         if closure is not None:
@@ -60,15 +62,17 @@ class NxDOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The wrapped one's."""
+        """Calls the wrapped optimizer's `zero_grad`."""
         self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> Any:
-        """The wrapped one's, of this rank's parts, for whoever saves rank by rank; see `shardwise.save_checkpoint`."""
+        """The wrapped optimizer's state dict, with this rank's parts, for saving per rank; see
+        `shardwise.save_checkpoint`.
+        """
         return local_state_of(self.optimizer)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """What `state_dict` gave on this rank, or on the data ranks together."""
+        """Loads the result of `state_dict` on this rank, or on the data ranks together."""
         self.optimizer.load_state_dict(state_dict)
         for parameter, state in self.optimizer.state.items():
             for name, value in state.items():

@@ -1,4 +1,4 @@
-"""Models and optimizers of a config."""
+"""Builds models and optimizers by a config."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ __all__ = ["initialize_parallel_model", "initialize_parallel_optimizer"]
 def initialize_parallel_model(
     nxd_config: Mapping[str, Any], model_fn: Callable[..., nn.Module], *model_args: Any, **model_kwargs: Any
 ) -> NxDModel:
-    """Builds a model and splits it as the config says.
+    """Builds a model and splits it by the config.
 
-    A model with parallel layers is taken as it is written; a transformers model without any is split by its automatic
-    plan; any other is replicated over tp. Each is cut into the stages of a pipeline.
+    A model with parallel layers is used as written. A transformers model without any is split by its automatic plan.
+    Any other model is replicated over tp. Each is cut into pipeline stages if the config has several.
 
     Args:
-        model_fn: returns the model, the same on every rank. `model_init_config` says how many ranks call it at a time,
-            and whether it builds on the meta device.
+        model_fn: returns the model, the same on every rank. `model_init_config` limits how many ranks call it at a
+            time, and may build it on the meta device.
 
     Raises:
         ConfigError: `lora_config` or `pipeline_config` do not fit the model.
         MeshError: the sizes do not divide the ranks.
         PlanError: the model cannot be split.
 
-    Communicates: as `shardwise.parallelize`.
+    Communicates: like `shardwise.parallelize`.
     """
     initialize(nxd_config)
     if isinstance(model_fn, nn.Module) or not callable(model_fn):
@@ -65,7 +65,7 @@ def initialize_parallel_model(
 
 
 def split_model(model: nn.Module, nxd_config: Mapping[str, Any]) -> nn.Module:
-    """Splits a model that is built, in place; returns it, or PEFT's model around it."""
+    """Splits a model in place; returns it, or PEFT's model around it."""
     mesh, lora = current_mesh(), nxd_config["lora_config"]
     if lora is not None and lora.enable_lora and not has_adapters(model):
         model = LoRAModel(model, lora.as_saved())
@@ -100,10 +100,10 @@ def split_model(model: nn.Module, nxd_config: Mapping[str, Any]) -> nn.Module:
 
 
 def _recompute_of(model: nn.Module, nxd_config: Mapping[str, Any]) -> Recompute:
-    """What `activation_checkpoint_config` means: every block, or the outermost modules of some classes.
+    """Converts `activation_checkpoint_config`: every block, or the outermost modules of some classes.
 
     Raises:
-        ConfigError: the model has none of these.
+        ConfigError: the model has no module of these classes.
     """
     asked = nxd_config["activation_checkpoint_config"]
     if asked in (None, "full"):
@@ -133,7 +133,7 @@ def _heads_of(model: nn.Module) -> int:
 
 
 def _pipeline_of(model: nn.Module, config: Mapping[str, Any], order: LayerOrder | None = None) -> Pipeline:
-    """What `pipeline_config` means: stages that cost alike, unless `pipeline_cuts` names the layers before cuts."""
+    """Converts `pipeline_config`: stages of equal cost, unless `pipeline_cuts` names the layers before cuts."""
     number, starts = config.get("virtual_pipeline_size", 1), None
     if cuts := config.get("pipeline_cuts"):
         with raise_on_all_ranks(current_mesh().group(), "finding its layers"):
@@ -147,11 +147,11 @@ def initialize_parallel_optimizer(
     parameters: Iterable[Any],
     **defaults: Any,
 ) -> NxDOptimizer:
-    """An optimizer whose step clips by the norm of the full gradients; with ZeRO-1 its states are sharded over data
-    ranks, as the parameters of the model are then.
+    """Builds an optimizer whose step clips by the norm of the full gradients. With ZeRO-1 its states, and the model's
+    parameters, are sharded over data ranks.
 
     Args:
-        parameters: of the model, or groups of them.
+        parameters: parameters of the model, or groups of them.
 
     Raises:
         ConfigError: there are none.

@@ -36,7 +36,7 @@ _TAG = "shards"
 
 
 class Parallelizer:
-    """Splits any model by its automatic plan; subclasses may write `_parallelize` by hand."""
+    """Splits any model by its automatic plan; subclasses may override `_parallelize`."""
 
     @classmethod
     def _parallelize(
@@ -48,13 +48,13 @@ class Parallelizer:
         should_parallelize_layer_predicate_func: Predicate = None,
         **parallel_layer_specific_kwargs: Any,
     ) -> nn.Module:
-        """Splits the model in place. A subclass may put parallel layers of `neuronx_distributed` in place of
-        modules: `parallelize` gives those whose parameters keep their names the part of the weights that was there.
+        """Splits the model in place. A subclass may replace modules by parallel layers of `neuronx_distributed`:
+        `parallelize` then fills parameters that keep their names with their part of the old weights.
 
         Args:
-            should_parallelize_layer_predicate_func: asked about every attention, MLP or other module that would be
-                split as one, the embedding and the head; those for which it is False are replicated.
-            parallel_layer_specific_kwargs: those of `parallelize`, for an overridden method to hand on.
+            should_parallelize_layer_predicate_func: called with every module that would be split (attention, MLP or
+                other), the embedding and the head; modules for which it returns False are replicated.
+            parallel_layer_specific_kwargs: those of `parallelize`, for an overridden method.
         """
         options = parallel_layer_specific_kwargs
         inner, mesh = find_model(model), current_mesh()
@@ -96,27 +96,28 @@ class Parallelizer:
         checkpoint_dir: Path | None = None,
         num_local_ranks_per_step: int = 8,
     ) -> nn.Module:
-        """Splits the model in place, and gives it its values: those it has, or what lazy loading has not read or drawn.
+        """Splits the model in place and fills it: with its own values, or those that lazy loading has postponed.
 
         Args:
-            model: of transformers, or PEFT's around one; real and the same on every rank, or loaded lazily.
-            device: nothing but the kind of device that the ranks compute on: each has its own.
-            parallelize_embeddings: False replicates embedding and head; sizes need not divide in any case.
-            kv_size_multiplier, pipeline_parallel_input_names, pipeline_parallel_use_zero1_optimizer: change nothing.
-            pipeline_parallel_num_microbatches: of a forward with gradients, and of `run_train`, where rows divide.
+            model: a transformers model, or PEFT's around one; real and the same on every rank, or loaded lazily.
+            device: only its type is used; each rank has its own device.
+            parallelize_embeddings: False replicates embedding and head. Sizes need not divide.
+            kv_size_multiplier, pipeline_parallel_input_names, pipeline_parallel_use_zero1_optimizer: no effect.
+            pipeline_parallel_num_microbatches: number of microbatches of a forward with gradients, and of `run_train`,
+                if rows divide.
             pipeline_parallel_gradient_checkpointing_enabled: recompute blocks, with a pipeline.
-            checkpoint_dir: of a sharded checkpoint of any degrees, which is loaded instead of other weights.
-            num_local_ranks_per_step: how many ranks of a machine read or draw weights at a time; all below 1.
+            checkpoint_dir: directory of a sharded checkpoint of any degrees, which replaces other weights.
+            num_local_ranks_per_step: how many ranks of a machine fill weights at a time; below 1: all.
 
-        Returns: the model itself, with `run_train` and `run_eval` besides.
+        Returns: the model itself, with additional methods `run_train` and `run_eval`.
 
         Raises:
-            MeshError: model parallel is not initialised.
-            ConfigError: an argument is none of those documented.
-            PlanError, UnsupportedError: the model cannot be split so.
+            MeshError: model parallelism is not initialized.
+            ConfigError: an argument is not documented.
+            PlanError, UnsupportedError: the model cannot be split.
             LoadError: the checkpoint or the weights cannot be read.
 
-        Communicates: as `shardwise.parallelize`, and a gather of a small object for every turn of loading.
+        Communicates: like `shardwise.parallelize`, and a gather of a small object per turn of loading.
         """
         mesh = current_mesh()
         check_kind("the model", model, nn.Module, fix="pass the model itself")
@@ -162,15 +163,15 @@ class Parallelizer:
     def optimizer_for_mp(
         cls, optimizer: torch.optim.Optimizer, orig_param_to_parallel_param_on_xla: Mapping[int, nn.Parameter]
     ) -> torch.optim.Optimizer:
-        """The optimizer over the parameters of the split model: a lazy one becomes exactly what was asked for, any
-        other keeps its class, options, groups and state.
+        """The optimizer over the split model's parameters. A lazy optimizer is created as requested; any other keeps
+        its class, options, groups and state.
 
         Args:
-            orig_param_to_parallel_param_on_xla: the id of a parameter of `optimizer` to the parameter that it became.
+            orig_param_to_parallel_param_on_xla: id of a parameter of `optimizer`, to the split parameter.
 
         Raises:
-            ConfigError: the mapping lacks parameters of the optimizer that no other stage has.
-            UnsupportedError: the optimizer does not update parts of parameters as it would full ones.
+            ConfigError: the mapping lacks parameters of the optimizer that belong to no other stage.
+            UnsupportedError: the optimizer does not update parts of parameters like full ones.
         """
         return move_optimizer(optimizer, orig_param_to_parallel_param_on_xla)
 
@@ -187,8 +188,8 @@ class Parallelizer:
         """Saves the model, and the optimizer, to `output_dir/shards`, for any degrees; see `shardwise.save_checkpoint`.
 
         Args:
-            use_xser, num_local_ranks_per_step: change nothing: ranks stream tensor by tensor.
-            async_save: return when everything has been copied to host memory.
+            use_xser, num_local_ranks_per_step: no effect: ranks stream tensor by tensor.
+            async_save: return when everything is copied to host memory.
         """
         warn_idle(
             "save_model_sharded_checkpoint",
@@ -207,7 +208,7 @@ class Parallelizer:
     def load_sharded_checkpoint(
         cls, load_dir: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
     ) -> None:
-        """As `load_model_sharded_checkpoint`, the optimizer, too."""
+        """`load_model_sharded_checkpoint` with the optimizer."""
         registry_of(model)
         checkpoints.load_checkpoint(load_dir, model=model, optimizer=optimizer)
 
@@ -220,10 +221,10 @@ class Parallelizer:
         as_sharded: bool = True,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        """Saves the model as `from_pretrained` reads it (`as_regular`), as a sharded checkpoint, or both.
+        """Saves the model for `from_pretrained` (`as_regular`), as a sharded checkpoint, or both.
 
         Raises:
-            ConfigError: neither is asked for, or an optimizer would be left out.
+            ConfigError: neither is requested, or an optimizer would not be saved.
         """
         if (optimizer is not None or not as_regular) and not as_sharded:
             raise ConfigError(

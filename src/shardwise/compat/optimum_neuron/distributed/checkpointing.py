@@ -1,4 +1,4 @@
-"""One Hugging Face directory of a sharded checkpoint."""
+"""Converts a sharded checkpoint to one Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ __all__ = ["consolidate_model_parallel_checkpoints_to_unified_checkpoint"]
 def consolidate_model_parallel_checkpoints_to_unified_checkpoint(
     checkpoint_dir: str | os.PathLike[str], output_dir: str | os.PathLike[str], save_format: str = "safetensors"
 ) -> None:
-    """Writes the model of a sharded checkpoint as `from_pretrained` reads it, config included, tensor by tensor; so
-    does `shardwise convert CHECKPOINT_DIR --to hf OUTPUT_DIR`. Call it in one process.
+    """Writes the model of a sharded checkpoint for `from_pretrained`, with its config, tensor by tensor. Call it in one
+    process.
+
+    `shardwise convert CHECKPOINT_DIR --to hf OUTPUT_DIR` does the same.
 
     Raises:
-        ConfigError: another format than safetensors, or `output_dir` is not empty.
+        ConfigError: `save_format` is not safetensors, or `output_dir` is not empty.
         LoadError: the checkpoint is missing or damaged.
-        UnsupportedError: it holds the trained parameters of a frozen model.
+        UnsupportedError: it holds only the trained parameters of a frozen model.
     """
     if save_format != "safetensors":
         raise ConfigError(f"save_format is {save_format!r}", why="no pickles are written", fix='use "safetensors"')

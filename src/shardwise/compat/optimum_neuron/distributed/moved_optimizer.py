@@ -23,9 +23,9 @@ _ARGUMENTS = "_shardwise_arguments"
 
 
 def lazy_class(optimizer_cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """A subclass whose optimizers keep what they were given, and hold an empty parameter in place of a group's.
+    """Subclass whose optimizers record their arguments, and hold an empty parameter in place of each group.
 
-    Its instances have the groups and options of real ones, so that wrong ones are errors at once, but cannot step.
+    Its instances have the groups and options of real ones, so wrong arguments raise at once, but they cannot step.
     """
 
     class Lazy(optimizer_cls):  # type: ignore[misc, valid-type]
@@ -48,17 +48,17 @@ def lazy_class(optimizer_cls: type[torch.optim.Optimizer]) -> type[torch.optim.O
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, moved: Mapping[int, Tensor]) -> torch.optim.Optimizer:
-    """An optimizer as `optimizer`, over the parameters that those of its own have become.
+    """An optimizer like `optimizer` over the split parameters.
 
-    A lazy one (`lazy_class`) becomes exactly what was asked for. Of any other the class, its options, those of its
-    groups and its state are kept, of states of full tensors this rank's part. Parameters of other stages are left out.
+    A lazy optimizer (`lazy_class`) is created as requested. Any other keeps its class, its options, those of its
+    groups, and this rank's part of its state. Parameters of other stages are left out.
 
     Args:
-        moved: the id of a parameter to what it has become.
+        moved: id of a parameter to the split parameter.
 
     Raises:
-        ConfigError: `moved` does not hold every parameter of the optimizer, without stages, or holds no parameters.
-        UnsupportedError: the optimizer does not update parts as it would full parameters.
+        ConfigError: `moved` lacks parameters of the optimizer without stages, or holds no parameters.
+        UnsupportedError: the optimizer does not update parts like full parameters.
     """
     check_kind("the optimizer", optimizer, torch.optim.Optimizer, fix="pass the optimizer, then the mapping")
     if not isinstance(moved, Mapping) or not all(
@@ -80,7 +80,7 @@ def move_optimizer(optimizer: torch.optim.Optimizer, moved: Mapping[int, Tensor]
 
 
 def _own(each: Any) -> Any:
-    """The parameter of an entry that may have a name."""
+    """The parameter of an entry, which may be (name, parameter)."""
     return each[1] if isinstance(each, tuple) else each
 
 
@@ -126,7 +126,7 @@ def _alike(
 
 
 def _moved_state(value: Any, parameter: Tensor) -> Any:
-    """A value of the state of what is `parameter` now: of a tensor of its full shape this rank's part."""
+    """One state value for `parameter`: this rank's part if it has the full shape."""
     entry = entry_of(parameter)
     if entry is None or not isinstance(value, Tensor) or not value.ndim or value.shape != entry.layout.shape:
         return copy.deepcopy(value)

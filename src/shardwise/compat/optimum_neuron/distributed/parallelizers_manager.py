@@ -1,4 +1,4 @@
-"""`ParallelizersManager`: which models can be parallelized, and by what."""
+"""`ParallelizersManager`: which models can be parallelized."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _CLASSES: tuple[Any, ...] = (
 
 
 class Support(tuple[bool, bool, bool]):
-    """Three booleans, true as a whole where the first is.
+    """Three booleans; its truth value is the first of them.
 
     Attributes:
-        reason: why not, as text; empty where all are true.
+        reason: why something is not supported; "" if all are true.
     """
 
     reason: str = ""
@@ -54,20 +54,22 @@ class ParallelizersManager:
 
     @classmethod
     def get_supported_model_types(cls) -> list[str]:
-        """The model types that were seen to be split and to compute the same, by the table that `make coverage` makes;
-        others may do so, too: see `is_model_supported`.
+        """Model types that are proved to compute the same when split, from the table of `make coverage`. Others may
+        work too: see `is_model_supported`.
         """
         table = resources.files("shardwise.compat.optimum_neuron").joinpath("architectures.json")
         return list(json.loads(table.read_text())["model_types"])
 
     @classmethod
     def is_model_supported(cls, model_type_or_model: Any) -> Support:
-        """Whether tensor parallelism, sequence parallelism on top of it, and pipeline parallelism can be used: three
-        booleans, with a `reason` as text. They are the answers of the checks that run when a model is split.
+        """Whether tensor parallelism, sequence parallelism with it, and pipeline parallelism are supported, with a
+        `reason`.
+
+        Runs the checks that also run when a model is split.
 
         Args:
-            model_type_or_model: a model, with PEFT's around it or in it; a model class; or a model type, which
-                represents the class that its config names, or else the first of a list of tasks.
+            model_type_or_model: a model, with PEFT adapters or not; a model class; or a model type, which stands for
+                the class that its config names, else for the first class in a list of tasks.
         """
         refused = {}
         for kind, (shape, spec) in _KINDS.items():
@@ -83,7 +85,7 @@ class ParallelizersManager:
 
     @classmethod
     def parallelizer_for_model(cls, model_type_or_model: Any) -> type[Parallelizer]:
-        """The class that parallelizes the model: one for all.
+        """The parallelizer class of the model: one class for all.
 
         Raises:
             UnsupportedError: transformers has no such model type.

@@ -31,10 +31,10 @@ _NEEDLESS = frozenset(
 
 @contextmanager
 def lazy_load_for_parallelism(tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> Iterator[None]:
-    """Inside, `from_pretrained` of transformers' models reads no weights (in other threads, too), and modules are built
-    on the meta device; `Parallelizer.parallelize` reads or initialises them, each rank its part.
+    """Context manager: `from_pretrained` reads no weights (in other threads too), and modules are built on the meta
+    device.
 
-    Does nothing where both sizes are 1.
+    `Parallelizer.parallelize` then reads or initializes each rank's part. Does nothing if both sizes are 1.
 
     Raises:
         ConfigError: a size is no integer of at least 1.
@@ -60,20 +60,20 @@ def from_pretrained_for_mp(
     config: Any = None,
     **options: Any,
 ) -> Any:
-    """What `cls.from_pretrained` returns, on the meta device: its weights are read when it is split.
+    """Like `cls.from_pretrained`, on the meta device: the weights are read when the model is split.
 
     Args:
         pretrained_model_name_or_path: a directory or hub id.
-        options: of `from_pretrained`: those that say what the model is and where it comes from are honoured, those that
-            say how its weights are read are without meaning. What the checkpoint has none of starts at random values.
+        options: options of `from_pretrained`. Those about the model and its source are used; those about reading
+            weights have no effect. Parameters that the checkpoint lacks are initialized.
 
     Returns:
-        The model; with `output_loading_info` also what is missing, unexpected and mismatched. Its `_weight_map` says in
-        which file a parameter begins.
+        The model; with `output_loading_info` also the missing, unexpected and mismatched keys. Its `_weight_map` gives
+            the file in which a parameter begins.
 
     Raises:
         LoadError: there are no weights, or they do not fit.
-        UnsupportedError: an option cannot be had for a model that is to be split.
+        UnsupportedError: an option is impossible for a model that will be split.
     """
     place = pretrained_model_name_or_path
     options = {name: value for name, value in options.items() if name not in _NEEDLESS and value is not None}
