@@ -1,1 +1,1 @@
-"""What is written to disk: checkpoints that any layout loads, and plain Hugging Face directories."""
+"""Files on disk: checkpoints that any layout loads, and plain Hugging Face directories."""

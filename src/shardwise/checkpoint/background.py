@@ -1,12 +1,12 @@
-"""Checkpoints that are written while training goes on.
+"""Checkpoints written in the background.
 
 # [Note: one save at a time]
-A save in the background owns copies of what it writes, in host memory. So a save waits for the one before: the training
-thread then pays what is left of that. The thread communicates over a process group of its own: collectives of two
-threads over one group would meet each other's.
+A background save owns host copies of what it writes. So a save waits for the previous one, and the training thread pays
+for the rest of that one. The saving thread has its own process group, because collectives of two threads on one group
+would mix.
 
 # [Note: a save as a script's last act]
-The interpreter waits for the thread of a save when a script ends. A function of `atexit` then makes a failed save the
+The interpreter waits for the saving thread when a script ends. An `atexit` function then turns a failed save into the
 process's exit code. Processes of multiprocessing end without `atexit`, but run its finalizers.
 """
 
@@ -39,14 +39,14 @@ _UNFINISHED: list[PendingSave] = []
 
 
 class PendingSave:
-    """A checkpoint that is being written, or has been."""
+    """A checkpoint that is being written or is complete."""
 
     def __init__(self) -> None:
         self._written: Future[str] = Future()
         self._is_raised = False
 
     def run(self, job: SaveJob, group: Group | None) -> None:
-        """Writes the checkpoint; an error is raised by `wait`."""
+        """Writes the checkpoint. `wait` raises its error."""
         try:
             self._written.set_result(job.run(group))
         except BaseException as error:  # noqa: BLE001 - raised where somebody waits for it
@@ -64,7 +64,7 @@ class PendingSave:
         return self._written.result()
 
     def finish(self) -> None:
-        """Waits until the save has ended, and raises its error unless `wait` has raised it."""
+        """Waits until the save has ended. Raises its error unless `wait` has raised it."""
         if self in _UNFINISHED:
             _UNFINISHED.remove(self)
         if self._is_raised:
@@ -81,12 +81,12 @@ class Writer:
         self._pending: PendingSave | None = None
 
     def join(self) -> None:
-        """Waits for a save under way.
+        """Waits for a running save.
 
         Raises:
             LoadError: the save failed, and its error has not been raised yet on some rank; the same on every rank.
 
-        Communicates: after a save in the background, one gather of a small object over all ranks.
+        Communicates: after a background save, one gather of a small object over all ranks.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -101,7 +101,7 @@ class Writer:
         return pending
 
     def write_later(self, job: SaveJob) -> PendingSave:
-        """Copies what a checkpoint holds to host memory, and writes it in the background."""
+        """Copies the checkpoint's content to host memory, and writes it in the background."""
         with raise_on_all_ranks(self._everyone, "copying what is saved to host memory"):
             job.take_copies()
         self._pending = PendingSave()
@@ -114,7 +114,7 @@ class Writer:
 def writer_of(mesh: Mesh) -> Writer:
     """The writer of a mesh.
 
-    Communicates: the first time, the creation of a process group over all ranks.
+    Communicates: the first time, creates a process group over all ranks.
     """
     if mesh not in _WRITERS:
         if not _WRITERS:
@@ -126,13 +126,13 @@ def writer_of(mesh: Mesh) -> Writer:
 
 
 def join_saves(mesh: Mesh) -> None:
-    """Waits for a save of `mesh` that is under way; see `Writer.join`."""
+    """Waits for a running save of `mesh`; see `Writer.join`."""
     if mesh in _WRITERS:
         _WRITERS[mesh].join()
 
 
 def finish_all_saves() -> None:
-    """Waits for all saves of this process that are under way.
+    """Waits for all running saves of this process.
 
     Raises:
         LoadError: one failed, and its error has not been raised yet.
@@ -150,7 +150,7 @@ def _own_group(mesh: Mesh) -> Group | None:
 
 
 def _finish_at_exit() -> None:
-    """Finishes the saves of a process that exits; ends the process with exit code 1 where one fails."""
+    """Finishes the saves of a process that exits; exits with code 1 if one fails."""
     try:
         finish_all_saves()
     except BaseException as error:  # noqa: BLE001 - the exit code says it

@@ -1,4 +1,4 @@
-"""Collects what a checkpoint holds: model, optimizer, scheduler, random states and values, as this rank has them."""
+"""Collects the content of a checkpoint on this rank: model, optimizer, scheduler, random states and values."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LocalShard:
-    """What this rank holds of a parameter or persistent buffer.
+    """This rank's part of a parameter or persistent buffer.
 
     Attributes:
         name: canonical name, that of the unsplit model.
         value: the parameter or buffer.
-        layout: of the full tensor over the ranks.
-        entry: of the registry; None for a buffer, and for a frozen parameter that was added after the split.
+        layout: layout of the full tensor over the ranks.
+        entry: entry in the registry; None for a buffer, and for a frozen parameter added after the split.
     """
 
     name: str
@@ -59,21 +59,22 @@ class LocalShard:
 
 
 def model_key(name: str) -> str:
-    """What a checkpoint calls a tensor of the model."""
+    """Key of a model tensor in a checkpoint."""
     return f"model/{name}"
 
 
 def state_key(name: str, state: str) -> str:
-    """What a checkpoint calls an optimizer's state of a parameter."""
+    """Key of a parameter's optimizer state in a checkpoint."""
     return f"optimizer/{name}/{state}"
 
 
 def local_shards(model: nn.Module, registry: Registry) -> dict[str, LocalShard]:
-    """Every parameter and persistent buffer that this rank holds, by canonical name, tied ones once. Of further split
-    models inside of `model`, which must be frozen, nothing.
+    """Every parameter and persistent buffer that this rank holds, by canonical name, tied ones once.
+
+    Other split models inside of `model` are left out and must be frozen.
 
     Raises:
-        UnsupportedError: they are not, or two tensors have one name.
+        UnsupportedError: they are not frozen, or two tensors have one name.
     """
     root = registry.model() or model
     outside = _named_outside(model, root)
@@ -102,7 +103,7 @@ def local_shards(model: nn.Module, registry: Registry) -> dict[str, LocalShard]:
 
 
 def _named_outside(model: nn.Module, root: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of a wrapper around the split model `root` that are not in it, by name."""
+    """Parameters and persistent buffers, by name, of a wrapper that are outside of the split model `root`."""
     if root is model:
         return {}
     split = [root, *(entry.registry.model() for _, _, entry in find_parameters(model) if entry is not None)]
@@ -112,14 +113,14 @@ def _named_outside(model: nn.Module, root: nn.Module) -> dict[str, Tensor]:
 
 
 def is_unsharded(layout: Layout) -> bool:
-    """Whether every rank that holds any of a tensor holds all of it."""
+    """Whether every rank that holds any element of a tensor holds all of it."""
     return all(isinstance(step.placement, Replicate | OnCoords) or step.size == 1 for step in layout.steps)
 
 
 def slices_of(
     layout: Layout, coords: Mapping[str, int], boxes: Iterable[Box]
 ) -> tuple[tuple[Box, tuple[slice, ...]], ...]:
-    """Boxes of the full tensor that this rank holds, each with where its elements are in the local tensor."""
+    """Boxes of the full tensor that this rank holds, each with its slices in the local tensor."""
     pieces = (*layout.pieces(coords), *layout.owned(coords))
 
     def local_box(box: Box) -> Box:
@@ -130,15 +131,15 @@ def slices_of(
 
 @dataclass(frozen=True)
 class OptimizerContent:
-    """The states and options of an optimizer, by parameter.
+    """States and options of an optimizer, by parameter.
 
     Attributes:
-        class_name: the class's, with its module.
-        options: of every parameter's group, by the parameter's name, as JSON.
-        described: for every parameter and state: `{"like": dtype}` where it has the parameter's shape and is split as
-            it is, `{"scalar": number, "dtype": dtype}`, `{"value": JSON}`, `{"whole": dtype, "shape": …}`, or
-            `{"ranks": dtype, "shape": …}` of one that only ranks with the same layout can take.
-        tensors: those that are none of scalar and value, by parameter and state: this rank's part.
+        class_name: class name with its module.
+        options: options of every parameter's group, by the parameter's name, as JSON.
+        described: for every parameter and state: `{"like": dtype}` if it has the parameter's shape and split,
+            `{"scalar": number, "dtype": dtype}`, `{"value": JSON}`, `{"whole": dtype, "shape": …}`, or `{"ranks":
+            dtype, "shape": …}` for a state that only ranks of the same layout can load.
+        tensors: this rank's part of the states that are neither scalar nor value, by parameter and state.
     """
 
     class_name: str
@@ -150,10 +151,11 @@ class OptimizerContent:
 def named_groups(
     optimizer: torch.optim.Optimizer, shards: Mapping[str, LocalShard]
 ) -> Iterator[tuple[dict[str, Any], list[LocalShard]]]:
-    """Every parameter group of an optimizer, with the model's parameters in it. Frozen others are left out.
+    """Yields every parameter group of an optimizer with the model's parameters in it. Other frozen parameters are left
+    out.
 
     Raises:
-        ConfigError: it trains a parameter that is not the model's.
+        ConfigError: the optimizer trains a parameter of another model.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"the optimizer is a {type(optimizer).__name__}", fix="pass a torch.optim.Optimizer")
@@ -214,7 +216,7 @@ def _read_states(shard: LocalShard, states: Mapping[str, Any], content: Optimize
 
 
 def _plain(option: Any) -> Any:
-    """An option with numbers for tensors of one element, such as a learning rate that a compiled step reads."""
+    """Converts one-element tensors in an option to numbers, such as a learning rate for a compiled step."""
     if isinstance(option, Tensor):
         return option.item()
     return type(option)(map(_plain, option)) if type(option) in (list, tuple) else option
@@ -222,15 +224,15 @@ def _plain(option: Any) -> Any:
 
 @dataclass(frozen=True)
 class SaveInputs:
-    """Everything that a save writes, as this rank has it. Tensors are views.
+    """Everything that a save writes, on this rank. Tensors are views.
 
     Attributes:
-        shards: of parameters and persistent buffers, by canonical name.
-        optimizer: its states and options; None where none is saved.
+        shards: parameters and persistent buffers, by canonical name.
+        optimizer: states and options of the optimizer; None without one.
         values: JSON values by name: `extra`, `scheduler`, `scheduler_class`, `loss_scale`, `random`.
-        tensors: those in `values`, by key.
-        random: states of this rank's random number generators, by key.
-        companions: on rank 0, the contents of further files, by name.
+        tensors: tensors inside `values`, by key.
+        random: states of this rank's random generators, by key.
+        companions: on rank 0, contents of further files, by name.
     """
 
     shards: dict[str, LocalShard]
@@ -241,7 +243,7 @@ class SaveInputs:
     companions: dict[str, bytes]
 
     def describe(self, registry: Registry) -> dict[str, str]:
-        """What must be the same on every rank, as text by name."""
+        """Everything that must be equal on every rank, as text by name."""
         values = {**self.values, "scheduler": common_state(self.values.get("scheduler"))}
         others = {name: each.layout for name, each in self.shards.items() if name not in registry.entries}
         layouts = {name: entry.layout for name, entry in registry.entries.items()} | others
@@ -253,7 +255,7 @@ class SaveInputs:
         }
 
     def copies(self) -> Copies:
-        """What has been trained: parameters, and states of the optimizer that have their shape."""
+        """Trained parameters, and optimizer states of their shape."""
         for shard in self.shards.values():
             if shard.entry is not None and shard.value.requires_grad:
                 yield shard.name, shard.entry, local_part(shard.value)
@@ -273,14 +275,14 @@ def collect_inputs(
     extra: Any,
     companions: Callable[[], Mapping[str, bytes]],
 ) -> SaveInputs:
-    """Collects what a save writes. Communicates nothing.
+    """Collects everything that a save writes. Communicates nothing.
 
     Args:
-        companions: makes further files besides the model's configuration, on rank 0.
+        companions: returns further files besides the model's configuration, on rank 0.
 
     Raises:
-        ConfigError: something cannot be saved, or adapters are merged into the weights at the moment.
-        UnsupportedError: an optimizer's state cannot be stored; see `local_shards`, too.
+        ConfigError: something cannot be saved, or adapters are merged into the weights.
+        UnsupportedError: an optimizer's state cannot be stored; see also `local_shards`.
     """
     for name, module in model.named_modules():
         if is_adapter(module) and getattr(module, "merged_adapters", None):
@@ -301,7 +303,7 @@ def collect_inputs(
 
 
 def _config_files(model: nn.Module) -> dict[str, bytes]:
-    """The model's configuration, as transformers would write it: with it, the weights are a model."""
+    """The model's configuration in transformers' format, which makes the weights a model."""
     if not isinstance(model, PreTrainedModel):
         return {}
     config = copy.deepcopy(model.config)

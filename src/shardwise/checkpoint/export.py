@@ -1,4 +1,4 @@
-"""Export: a split model as a plain Hugging Face directory; what its shards hold is put together by `shards.py`."""
+"""Exports a split model as a plain Hugging Face directory; `shards.py` assembles the tensors."""
 
 from __future__ import annotations
 
@@ -78,21 +78,22 @@ def write_pretrained(
 
 
 def _with_all_ties(model: Any, names: Mapping[str, str]) -> dict[str, str]:
-    """`names` with all names that transformers ties: a model whose config says that nothing is tied needs them."""
+    """`names` extended by all names that transformers ties, for a model whose config says that nothing is tied."""
     ties = model.all_tied_weights_keys.items()
     return {**{target: names[source] for target, source in ties if source in names}, **names}
 
 
 def export_bytes(model: nn.Module) -> int:
-    """Bytes of the weights that an export of the split `model` writes. Communicates nothing."""
+    """Size in bytes of the weights that an export of the split `model` writes. Communicates nothing."""
     return _total(model, _full_metas(model, {}), lambda value: value.nbytes)
 
 
 def _full_metas(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-    """The unsplit model's state by name, as meta tensors: of one name of modules that have several.
+    """The unsplit model's state by name, as meta tensors; modules with several names occur once.
 
     Args:
-        dtypes: of what other stages hold by canonical name; this rank's first one where they are not known.
+        dtypes: dtypes by canonical name of what other stages hold; unknown ones get the dtype of this rank's first
+            tensor.
     """
     entries, found = named_entries(model), {}
     usual = next((value.dtype for value in model.parameters()), torch.float32)
@@ -105,19 +106,19 @@ def _full_metas(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str
 
 
 def _dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """The dtype of every parameter by its canonical name. Communicates: over pp, one gather of them."""
+    """Dtype of every parameter by its canonical name. Communicates: over pp, one gather of them."""
     held = {entry.fqn: parameter for _, parameter, entry in find_parameters(model) if entry is not None}
     return dtypes_of(held, registry_of(model).mesh)
 
 
 def _total(model: nn.Module, metas: Mapping[str, Tensor], size: Callable[[Tensor], int]) -> int:
-    """The size of all that an export writes, each tied tensor once."""
+    """Total size of what an export writes, each tied tensor once."""
     tied = registry_of(model).tied
     return sum(size(value) for name, value in metas.items() if name not in tied)
 
 
 def _write_companions(model: nn.Module, directory: Path, tokenizer: Any, *, is_tied: bool) -> None:
-    """Config, generation config and tokenizer, next to the weights; of another model a tokenizer alone."""
+    """Writes config, generation config and tokenizer beside the weights; for other models only a tokenizer."""
     if isinstance(model, PreTrainedModel):
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__]
@@ -133,7 +134,7 @@ def _write_companions(model: nn.Module, directory: Path, tokenizer: Any, *, is_t
 
 
 def _tokenizer_of(model: PreTrainedModel) -> Any:
-    """The tokenizer of the directory the model was loaded from, None where there is none."""
+    """Tokenizer of the directory from which the model was loaded; None if there is none."""
     source = Path(model.name_or_path or "")
     if model.name_or_path and any((source / name).is_file() for name in _TOKENIZER_FILES):
         return AutoTokenizer.from_pretrained(source)

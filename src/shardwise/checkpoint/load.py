@@ -1,4 +1,4 @@
-"""Loading: everything is checked on all ranks (`LoadPlan`) before anything is changed on any of them (`apply`)."""
+"""Loads a checkpoint: all ranks check everything (`LoadPlan`) before any rank changes anything (`apply`)."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _MOST_NAMES = 10
 
 @dataclass(frozen=True, kw_only=True)
 class LoadTarget:
-    """What a checkpoint is loaded into; see `shardwise.load_checkpoint`.
+    """Destination of a load; see `shardwise.load_checkpoint`.
 
     Attributes:
-        model: split, or None.
-        optimizer: over its parameters, or None.
-        scheduler: or None.
-        strict: whether names that do not fit are an error.
-        fills_model: False where the model's tensors have been loaded before.
+        model: split model, or None.
+        optimizer: optimizer over its parameters, or None.
+        scheduler: scheduler, or None.
+        strict: whether differing names are an error.
+        fills_model: False if the model's tensors are already loaded.
     """
 
     model: nn.Module | None = None
@@ -53,7 +53,7 @@ class LoadTarget:
 
 
 def check_same_target(target: LoadTarget, mesh: Mesh, *, verifies: bool = True) -> None:
-    """Raises unless every rank loads into the same things.
+    """Raises unless every rank loads into the same objects.
 
     Communicates: what `agree` does.
     """
@@ -68,10 +68,10 @@ def check_same_target(target: LoadTarget, mesh: Mesh, *, verifies: bool = True) 
 
 
 def open_on_all_ranks(path: Any, tag: str | None, mesh: Mesh | None, *, verifies: bool = True) -> StoredParts:
-    """Opens the checkpoint that rank 0 finds, on every rank. Rank 0 looks for every file.
+    """Opens the checkpoint that rank 0 finds, on every rank. Rank 0 checks that every file exists.
 
     Args:
-        mesh: of the ranks that open it; None: this process alone.
+        mesh: mesh of the ranks that open it; None: only this process.
 
     Raises:
         LoadError: there is no such checkpoint, it is damaged, or ranks see different ones; the same on every rank.
@@ -104,10 +104,10 @@ def open_on_all_ranks(path: Any, tag: str | None, mesh: Mesh | None, *, verifies
 
 
 def load_into(stored: StoredParts, target: LoadTarget, *, put: Put) -> Any:
-    """Loads a checkpoint; returns what was saved as `extra`. All ranks call it.
+    """Loads a checkpoint; returns the saved `extra`. All ranks call it.
 
     Args:
-        put: makes a tensor the model's parameter or buffer of that name, where it is still on the meta device.
+        put: sets the model's parameter or buffer of that name, if it is still on the meta device.
 
     Raises:
         ConfigError, LoadError: something does not fit, or is damaged; the same on every rank, and nothing is changed.
@@ -141,14 +141,14 @@ def load_into(stored: StoredParts, target: LoadTarget, *, put: Put) -> Any:
 
 
 class LoadPlan:
-    """What a load will change on this rank, checked when it is made; `apply` changes it. Communicates nothing.
+    """Changes of a load on this rank. The constructor checks them; `apply` makes them. Communicates nothing.
 
     Attributes:
-        extra: as it was saved.
+        extra: the saved value.
 
     Raises:
-        ConfigError: the optimizer holds parameters that are not the model's.
-        LoadError: a tensor is damaged or not complete, or optimizer or scheduler do not fit.
+        ConfigError: the optimizer holds parameters of another model.
+        LoadError: a tensor is damaged or incomplete, or optimizer or scheduler do not fit.
     """
 
     def __init__(
@@ -194,12 +194,12 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class _Differences:
-    """What does not fit between a checkpoint and a model, as one rank sees it.
+    """Differences between a checkpoint and a model, on one rank.
 
     Attributes:
         missing: names that only the model has.
         unexpected: names that only the checkpoint has.
-        shapes: what to say of tensors of other shapes.
+        shapes: messages about tensors of other shapes.
         changed: names of frozen parameters that the checkpoint leaves out, and that have changed since they were read.
     """
 
@@ -234,7 +234,7 @@ def _saved_names(stored: StoredParts) -> set[str]:
 
 
 def _check_names(stored: StoredParts, everyone: Sequence[_Differences], mesh: Mesh, *, strict: bool) -> None:
-    """Lists missing and unexpected names, as transformers does; raises over them where that was asked for."""
+    """Lists missing and unexpected names like transformers; raises if `strict`, else warns."""
     missing = list(dict.fromkeys(name for each in everyone for name in each.missing))
     shapes = list(dict.fromkeys(text for each in everyone for text in each.shapes))
     # What one rank does not know may be another's: of another stage.
@@ -256,7 +256,7 @@ def _check_names(stored: StoredParts, everyone: Sequence[_Differences], mesh: Me
 
 
 def _check_source(stored: StoredParts, everyone: Sequence[_Differences], registry: Registry, *, strict: bool) -> None:
-    """Raises, or warns, where the adapters of a checkpoint were trained on another base than the model's."""
+    """Raises, or warns, if the checkpoint's adapters were trained on another base than the model's."""
     saved, own = stored.index.values.get("source"), registry.source
     if saved is None:
         return
@@ -288,7 +288,7 @@ def _shown(names: Sequence[str]) -> str:
 
 
 def _read_schedule(stored: StoredParts, scheduler: Any, shards: Mapping[str, LocalShard]) -> Any:
-    """The saved state of `scheduler`, with entries for the groups of its optimizer as they are now."""
+    """Saved state of `scheduler`, with entries for its optimizer's current groups."""
     values = stored.index.values
     name, saved = type(scheduler).__name__, values.get("scheduler_class")
     if saved != name:

@@ -1,4 +1,4 @@
-"""The state and options of an optimizer, found by the names of its parameters and put into place."""
+"""Loads states and options of an optimizer, by the names of its parameters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HOW = ("foreach", "fused", "capturable", "differentiable")
 
 @dataclass(frozen=True)
 class _State:
-    """One state of one parameter: a tensor's copies, or a value."""
+    """One state of one parameter: the copies that fill a tensor, or a value."""
 
     facts: Mapping[str, Any]
     key: str = ""
@@ -35,12 +35,12 @@ class _State:
 
 
 class OptimizerLoad:
-    """What is to be loaded into an optimizer, checked when it is made; `apply` changes it.
+    """Changes of a load to an optimizer. The constructor checks them; `apply` makes them.
 
     Raises:
-        ConfigError: the optimizer holds parameters that are not the model's.
-        LoadError: the checkpoint has no state of this class, or not of these parameters; groups now hold parameters
-            that had different options; or a state can only be loaded with the layout it was saved with.
+        ConfigError: the optimizer holds parameters of another model.
+        LoadError: the checkpoint has no state of this class, or not of these parameters; a group holds parameters that
+            had different options; or a state can only be loaded with the layout it was saved with.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class OptimizerLoad:
         return found
 
     def _key_of_other_shape(self, key: str, shard: LocalShard, facts: Mapping[str, Any]) -> str:
-        """The key of a state that has not the parameter's shape, where it can be used here at all."""
+        """Key of a state with another shape than the parameter, if it can be loaded here."""
         saved_with = self._stored.manifest.layout
         if "whole" in facts and is_unsharded(shard.layout):
             return key
@@ -140,7 +140,7 @@ class OptimizerLoad:
 
 
 def saved_options(stored: StoredParts, shards: Iterable[LocalShard]) -> Mapping[str, Any]:
-    """The options that parameters of one group were saved with; none where none of them was.
+    """Saved options of the parameters of one group; empty if none of them was saved.
 
     Raises:
         LoadError: they were saved with different options.
@@ -159,7 +159,7 @@ def saved_options(stored: StoredParts, shards: Iterable[LocalShard]) -> Mapping[
 
 
 def _like(old: Any, value: Any) -> Any:
-    """`value`, a tuple or a tensor where what it replaces is one, or holds some."""
+    """`value` with the types of `old`: tuples and tensors."""
     if isinstance(old, tuple) and isinstance(value, list | tuple):
         return tuple(map(_like, old, value)) if len(old) == len(value) else tuple(value)
     if isinstance(old, Tensor) and not isinstance(value, Tensor):

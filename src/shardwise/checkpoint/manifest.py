@@ -1,6 +1,6 @@
-"""The files `manifest.json` and `tensors.json` of a checkpoint; docs/checkpoint-format.md describes the format.
+"""Files `manifest.json` and `tensors.json` of a checkpoint; docs/checkpoint-format.md describes the format.
 
-A file is trusted whose size and checksum the manifest confirms.
+A file is valid if the manifest confirms its size and checksum.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _ANOTHER = "load an older tag, or copy the file again"
 
 
 class FileFacts(NamedTuple):
-    """A file of the checkpoint: its size, and the CRC-32 of all of it, of a tensor file only of its header."""
+    """Size and CRC-32 of a file; of a tensor file, the CRC-32 of its header."""
 
     num_bytes: int
     crc: int
 
 
 class Part(NamedTuple):
-    """Elements `box` of a tensor, and where they are: the file's number, and the CRC-32 of their bytes."""
+    """Elements `box` of a tensor, with the number of their file and the CRC-32 of their bytes."""
 
     file: int
     crc: int
@@ -66,17 +66,17 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What makes a directory a checkpoint.
+    """The file that makes a directory a checkpoint.
 
     Attributes:
-        number: counts the checkpoints of a directory: the newest has the largest.
-        tag: the directory's name.
-        step: of the training, None where it is not known.
-        content: "all", or "trained" where the frozen parameters are left out.
-        layout: of the ranks that wrote it, as text.
-        model: the class's name.
-        time: when it was written, in seconds since 1970.
-        versions: of the libraries that wrote it.
+        number: counts the checkpoints of a directory; the newest has the largest.
+        tag: name of the directory.
+        step: training step; None if unknown.
+        content: "all", or "trained" if the frozen parameters are left out.
+        layout: layout of the writing ranks, as text.
+        model: class name of the model.
+        time: time of writing, in seconds since 1970.
+        versions: versions of the writing libraries.
         files: every other file of the directory.
     """
 
@@ -96,10 +96,10 @@ class StoredTensor:
     """One tensor of a checkpoint, in parts that hold each of its elements once.
 
     Attributes:
-        dtype: of the stored elements.
-        shape: of the full tensor.
-        layout: over the ranks that wrote it.
-        parts_json: a list of file, checksum and box of every part, as JSON.
+        dtype: dtype of the stored elements.
+        shape: shape of the full tensor.
+        layout: layout over the writing ranks.
+        parts_json: list of file, checksum and box of every part, as JSON.
     """
 
     dtype: torch.dtype
@@ -132,14 +132,14 @@ def _part(parsed: Sequence[Any]) -> Part:
 
 @dataclass(frozen=True)
 class Index:
-    """Everything that a checkpoint holds.
+    """Content of a checkpoint.
 
     Attributes:
-        files: names of the tensor files, which parts number.
+        files: names of the tensor files, by their numbers.
         tensors: by key: `model/NAME`, `optimizer/NAME/STATE`, `extra…`, `scheduler…`, `random/…`.
         tied: alias to canonical name.
         optimizer: None, or its class, the options of its groups, and by parameter its group and states.
-        values: scheduler, loss scale, random states, extra and source, as `encode_tree` wrote them; those there are.
+        values: scheduler, loss scale, random states, extra and source, as `encode_tree` wrote them, if saved.
     """
 
     files: tuple[str, ...]
@@ -150,7 +150,7 @@ class Index:
 
 
 def part_name(key: str, box: Box) -> str:
-    """What a tensor file calls the elements `box` of a tensor."""
+    """Name in a tensor file of the elements `box` of a tensor."""
     return f"{key}[{','.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
@@ -165,7 +165,7 @@ def read_manifest(directory: Path) -> Manifest:
     """Reads and checks `manifest.json`.
 
     Raises:
-        LoadError: there is none, it is damaged, of another format, or written by a newer Shardwise.
+        LoadError: it is missing, damaged, of another format, or written by a newer Shardwise.
     """
     path = directory / MANIFEST
     content = read_file(path)
@@ -203,7 +203,7 @@ def write_index(
     Args:
         head: `files`, `tied`, `optimizer` and `values`.
         tensors: dtype and layout of every tensor by key.
-        parts: what `StoredTensor.parts_json` lists, as JSON, by key; tensors without elements have none.
+        parts: JSON items of `StoredTensor.parts_json` by key; tensors without elements have none.
     """
     numbers: dict[Layout, int] = {}
     for _, layout in tensors.values():
@@ -255,7 +255,7 @@ def read_index(directory: Path, manifest: Manifest) -> Index:
 
 
 def read_file(path: Path, facts: FileFacts | None = None) -> bytes:
-    """The content of a file, whose size and checksum are compared with `facts`.
+    """Content of a file, checked against the size and checksum in `facts`.
 
     Raises:
         LoadError: it cannot be read, or is damaged.

@@ -1,9 +1,9 @@
-"""The random states of a job, and what they are on ranks arranged otherwise.
+"""Random states of a job, and how they are restored in another layout.
 
-Ranks that compute on the same rows start from equal states, whatever their place along tp (see [Note: random numbers],
-runtime/context.py). So states belong to a stage and a data rank. Where these are the same when a checkpoint is loaded,
-each continues where it was. Where they are not, every rank's stream begins again, from the states that were saved and
-its data rank: the same on every such layout, and another on each data rank.
+Ranks that compute on the same rows start from equal states, whatever their tp coordinate (see [Note: random numbers],
+runtime/rng.py). So states belong to a stage and a data rank. If the numbers of stages and data ranks are the same when
+a checkpoint is loaded, each stream continues. Otherwise every rank starts a new stream, seeded by the saved states and
+its data rank: the same on every such layout, and different on each data rank.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["random_axes", "read_random", "restore_random"]
 
 
 def random_axes(mesh: Mesh) -> dict[str, int]:
-    """What must be the same for states to be continued."""
+    """Sizes that must be equal for streams to continue."""
     return {"pp": mesh.size("pp"), "data": mesh.data_size, "cp": mesh.size("cp")}
 
 
 def read_random(mesh: Mesh) -> dict[str, Tensor]:
-    """The states of this rank's streams by their keys; none where an earlier tp rank has the same."""
+    """States of this rank's streams by key; empty if an earlier tp rank has the same."""
     if mesh.coord("tp"):
         return {}
     state: Any = numpy.random.get_state()
@@ -48,9 +48,7 @@ def read_random(mesh: Mesh) -> dict[str, Tensor]:
 
 
 def restore_random(mesh: Mesh, saved_axes: Mapping[str, Any], saved: Mapping[str, Tensor]) -> None:
-    """Continues this rank's streams from the states `saved`, by their keys, or begins them again where the ranks that
-    saved them were arranged otherwise; see the module.
-    """
+    """Continues this rank's streams from the states `saved`, or starts new ones in another layout; see the module."""
     place = f"{_place(mesh)}/"
     own = {key.removeprefix(place): value for key, value in saved.items() if key.startswith(place)}
     if dict(saved_axes) != random_axes(mesh):

@@ -1,4 +1,4 @@
-"""Reads the tensors of a checkpoint: verifies files and parts, and copies elements to where a rank needs them."""
+"""Reads the tensors of a checkpoint: verifies files and parts, and copies elements to their destination."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class StoredParts:
     """An open checkpoint; a context manager that closes its tensor files.
 
     Attributes:
-        directory: of the checkpoint.
+        directory: directory of the checkpoint.
         manifest: its files.
         index: its content.
-        verifies: whether the checksum of a part is compared when the part is first used.
+        verifies: whether the checksum of a part is verified at its first use.
     """
 
     directory: Path
@@ -51,7 +51,7 @@ class StoredParts:
     _parts: dict[tuple[int, str], Tensor] = field(default_factory=dict)
 
     def plan(self, key: str, wanted: Sequence[Piece]) -> tuple[Copy, ...]:
-        """The copies that fill `wanted` with elements of `key`. Verifies the parts that hold these.
+        """The copies that fill `wanted` with elements of `key`. Verifies the parts they read.
 
         Raises:
             LoadError: the checkpoint has no such tensor, or a part is damaged; names file and tensor.
@@ -77,13 +77,13 @@ class StoredParts:
             raise LoadError(f"{key} is not complete", at=str(self.directory), why=str(error)) from error
 
     def fill(self, out: Tensor, key: str, planned: Sequence[Copy]) -> None:
-        """Copies what was planned into `out`, to its dtype and device."""
+        """Executes planned copies into `out`, converting to its dtype and device."""
         for each in planned:
             part = self._map(key, each.source.key)  # type: ignore[arg-type]
             out[slices(each.target_box)] = part[slices(each.source_box)].to(out.device)
 
     def read(self, key: str, *, dtype: torch.dtype | None = None) -> Tensor:
-        """The full tensor, in memory of its own; in its own dtype by default."""
+        """The full tensor in new memory; default dtype: as stored."""
         stored = self.index.tensors[key]
         out = torch.empty(stored.shape, dtype=dtype or stored.dtype)
         full = full_box(stored.shape)
@@ -95,10 +95,10 @@ class StoredParts:
         return {key: self.read(key) for key in self.index.tensors if key.startswith(prefix)}
 
     def check_file(self, name: str) -> None:
-        """Checks that a file is there and has its size; if it holds no tensors, its checksum too.
+        """Checks existence and size of a file; if it holds no tensors, also its checksum.
 
         Raises:
-            LoadError: otherwise.
+            LoadError: the check fails.
         """
         path, facts = self.directory / name, self.manifest.files[name]
         if name not in self.index.files:
@@ -122,7 +122,7 @@ class StoredParts:
             self.check_file(name)
 
     def drop(self) -> None:
-        """Closes what has been opened so far."""
+        """Closes all open files."""
         self._parts.clear()
         self._files.clear()
 
@@ -133,7 +133,7 @@ class StoredParts:
         self.drop()
 
     def _map(self, key: str, part: Part) -> Tensor:
-        """A part as a tensor over the mapped file, verified when it is first mapped."""
+        """A part as a tensor over the mapped file, verified at its first use."""
         name = part_name(key, part.box)
         if (part.file, name) not in self._parts:
             if part.file not in self._files:

@@ -1,8 +1,8 @@
-"""The state of a learning-rate scheduler, some lists of which have an entry for each of its optimizer's groups.
+"""State of a learning-rate scheduler, some lists of which have one entry per optimizer group.
 
-Groups differ between layouts, and between the stages of one: their options are stored by parameter, these lists are as
-rank 0 has them. So ranks compare the rest, and what a group's options say is taken from them when a scheduler is loaded
-with its optimizer.
+Groups differ between layouts, and between the stages of one layout. Their options are stored by parameter; these lists
+are stored as rank 0 has them. So ranks compare only the rest. When a scheduler is loaded with its optimizer, the
+entries are taken from the groups' options.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INNER = "_schedulers"
 
 
 def common_state(state: Any) -> Any:
-    """What of `state` must be the same on every rank, whatever groups its optimizer has."""
+    """The part of `state` that must be equal on every rank, whatever groups its optimizer has."""
     if not isinstance(state, Mapping):
         return state
     found = {name: value for name, value in state.items() if name not in _OPTIONS}
@@ -36,13 +36,13 @@ def common_state(state: Any) -> Any:
 
 
 def state_for_groups(state: Any, groups: Sequence[Mapping[str, Any]], *, is_inner: bool = False) -> Any:
-    """`state` as the scheduler of an optimizer with these `groups` has it.
+    """Converts `state` to the state of a scheduler whose optimizer has these `groups`.
 
     Args:
-        is_inner: of a scheduler that another one drives: its lists may be of an earlier step.
+        is_inner: whether another scheduler drives this one: its lists may be of an earlier step.
 
     Raises:
-        LoadError: a list has different entries for groups that are others now.
+        LoadError: a list has different entries for groups that have changed.
     """
     if not isinstance(state, Mapping):
         return state

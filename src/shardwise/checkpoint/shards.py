@@ -1,10 +1,10 @@
-"""The shards of an export, each written by one rank, which puts together one tensor at a time.
+"""Shards of an export. One rank writes each, and assembles one tensor at a time.
 
 # [Note: who writes which shard]
-Shards go round among the ranks that see the directory. A rank that writes one is sent what the others hold of a tensor
-in portions, which replicas share, and puts each into place as it comes: it holds one full tensor (those of one group,
-where the format makes something else of several) and one portion. It writes them in a thread, while it sends what it
-holds of the next tensors to ranks that write theirs; its own next tensor waits until the thread is done.
+Shards are assigned in turn to the ranks that see the directory. The writing rank receives the other ranks' elements of
+a tensor in pieces, shared among replicas, and copies each into place. So it holds one full tensor (or one group that
+the format fuses) and one piece. It writes in a thread, while it sends its elements of the next tensors to their
+writers; its own next tensor waits for the thread.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ WeightDelta = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSelection:
-    """What is written of a model with adapters.
+    """What an export of a model with adapters contains.
 
     Attributes:
-        names: name of each tensor without adapters, to the model's own.
-        change: gives, by the model's name of a tensor, what makes the tensor to be written of the full one; all ranks
-            ask alike, and the one that writes it calls what it is given. None: tensors are written as they are.
-        add: writes what belongs beside the weights into a directory; called on rank 0.
+        names: name of each exported tensor, to its name in the model.
+        change: given the model's name of a tensor, returns a function from the full tensor to the exported one. All
+            ranks call it alike, and the writing rank calls the function. None: tensors are exported unchanged.
+        add: writes further files into a directory; called on rank 0.
     """
 
     names: Mapping[str, str]
@@ -52,12 +52,12 @@ class ExportSelection:
 
 
 class Export:
-    """Puts tensors of a split model together and writes them; a context manager that closes its files.
+    """Assembles the tensors of a split model and writes them; a context manager that closes its files.
 
     Args:
-        metas: dtype and shape of every tensor by its name without adapters.
-        base: what is written of the model.
-        shards: where to.
+        metas: dtype and shape of every tensor by its exported name.
+        base: selection of the exported tensors.
+        shards: the files.
     """
 
     def __init__(
@@ -76,15 +76,15 @@ class Export:
         self._writing: Future[None] | None = None
 
     def write(self, groups: Sequence[ExportGroup], writers: Sequence[int]) -> Exception | None:
-        """Writes everything; all ranks call it alike. Returns what went wrong on this rank: others still expect its
-        parts.
+        """Writes everything; all ranks call it alike. Returns this rank's error, because others still expect its
+        messages.
 
         Args:
-            groups: of tensors that are made together.
+            groups: tensors that are converted together.
             writers: the ranks that may write.
 
-        Communicates: over all ranks, one message for each portion of a tensor that another rank holds than the one that
-            writes it; over pp, one broadcast of each persistent buffer.
+        Communicates: over all ranks, one message per piece of a tensor that the writing rank does not hold; over pp,
+        one broadcast of each persistent buffer.
         """
         fault: Exception | None = None
         for group, target in self._dealt(groups, writers):
@@ -97,7 +97,7 @@ class Export:
         return fault or self._await_write()
 
     def _await_write(self) -> Exception | None:
-        """Waits for the thread; returns what went wrong in it, to be raised on every rank afterwards."""
+        """Waits for the thread; returns its error, which is raised on every rank later."""
         error = self._writing.exception() if self._writing is not None else None
         self._writing = None
         if error is None or isinstance(error, ShardwiseError):
@@ -106,7 +106,7 @@ class Export:
         return LoadError("the export cannot be written", at=str(at), why=f"{type(error).__name__}: {error}"[:300])
 
     def _dealt(self, groups: Sequence[ExportGroup], writers: Sequence[int]) -> Iterator[tuple[ExportGroup, int]]:
-        """Every group with the rank that writes it, in turns of these ranks; shards with a common group have one."""
+        """Yields every group with its writing rank, in turns. Shards with a common group have one writer."""
         queues: dict[int, list[ExportGroup]] = {rank: [] for rank in writers}
         turns, last, rank = itertools.cycle(writers), -1, writers[0]
         for group in groups:
@@ -129,7 +129,7 @@ class Export:
             del tensor  # before the next one is made
 
     def _full(self, name: str, target: int) -> tuple[Tensor, WeightDelta | None]:
-        """The full tensor on the rank `target`, in host memory, and how it changes; an empty one elsewhere."""
+        """On the rank `target`, the full tensor in host memory, and its change; an empty tensor elsewhere."""
         own = self._base.names[name]
         entry = self._entries.get(own)
         if entry is not None:

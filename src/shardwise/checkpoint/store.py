@@ -1,4 +1,4 @@
-"""A directory of checkpoints: its tags, who may write to it, and what is deleted when."""
+"""A directory of checkpoints: tags, locking, and deletion."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def root_of(path: Any) -> Path:
 
 
 def check_tag(tag: str) -> str:
-    """`tag`, if it can be one.
+    """Returns `tag` if it is valid.
 
     Raises:
-        ConfigError: it cannot: it would lead out of the directory, or be taken for something else there.
+        ConfigError: it would lead out of the directory, or conflict with other names there.
     """
     if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag in _NO_TAGS:
         raise ConfigError(
@@ -68,9 +68,9 @@ def check_tag(tag: str) -> str:
 
 
 def find_tags(root: Path) -> dict[str, Path]:
-    """The complete checkpoints in `root` by tag: those with a manifest, which is written last.
+    """Complete checkpoints in `root` by tag: those with a manifest, which is written last.
 
-    One that a crash left beside its place, because it was about to be replaced, is found there.
+    Includes a checkpoint that a crash left under its temporary name while it was being replaced.
     """
     try:
         found = {each.name: each for each in root.iterdir() if _TAG.fullmatch(each.name) and each.name not in _NO_TAGS}
@@ -81,7 +81,7 @@ def find_tags(root: Path) -> dict[str, Path]:
 
 
 def list_checkpoints(root: Path) -> list[tuple[str, Path, Manifest | LoadError]]:
-    """Tags of `root`, the oldest first, each with its manifest, or with what is wrong with it (those come first)."""
+    """Tags of `root`, oldest first, each with its manifest, or the error of reading it (those come first)."""
     found: list[tuple[int, str, Path, Manifest | LoadError]] = []
     for tag, path in find_tags(root).items():
         try:
@@ -93,10 +93,10 @@ def list_checkpoints(root: Path) -> list[tuple[str, Path, Manifest | LoadError]]
 
 
 def find_tag(root: Path, tag: str | None) -> Path:
-    """The directory of `tag`, by default of the newest checkpoint.
+    """Directory of `tag`; default: the newest checkpoint.
 
     Raises:
-        ConfigError: it cannot be a tag.
+        ConfigError: the tag is invalid.
         LoadError: there is none, or no manifest can be read.
     """
     if tag is not None:
@@ -120,7 +120,7 @@ def find_tag(root: Path, tag: str | None) -> Path:
 
 
 def lock(root: Path) -> None:
-    """Makes `root` this job's, until this process ends however it may. On one rank of the job.
+    """Locks `root` for this job until this process ends. Called on one rank of the job.
 
     Raises:
         LoadError: another process saves there.
@@ -151,8 +151,8 @@ def lock(root: Path) -> None:
 
 
 def clean(root: Path) -> None:
-    """Removes what crashes of saves have left: `root` is this job's, and it saves nothing now. Others may export or
-    convert to a place in it meanwhile.
+    """Removes what crashed saves have left. `root` must be locked by this job, which must not be saving. Exports and
+    conversions of others are not touched.
     """
     replaced = [path for tag, path in find_asides(root).items() if (root / tag / MANIFEST).is_file()]
     for path in (*leftovers(root), *replaced):
@@ -162,10 +162,10 @@ def clean(root: Path) -> None:
 
 
 def check_place(target: Path) -> None:
-    """Raises where a checkpoint would take the place of a directory that is none.
+    """Raises if a checkpoint would replace a directory that is none.
 
     Raises:
-        LoadError: `target` is a directory without a manifest, and not empty.
+        LoadError: `target` is a non-empty directory without a manifest.
     """
     names = [each.name for each in target.iterdir()] if target.is_dir() else []
     if names and MANIFEST not in names:
@@ -178,8 +178,9 @@ def check_place(target: Path) -> None:
 
 
 def prune(root: Path, *, keep_last: int, keep_every: int | None = None) -> None:
-    """Deletes all but the newest `keep_last` checkpoints, and those whose step is a multiple of `keep_every`. What
-    cannot be read is left for somebody to look at, and what has another name than it was saved under is somebody's.
+    """Deletes all checkpoints except the newest `keep_last`, and those whose step is a multiple of `keep_every`.
+
+    Unreadable checkpoints, and renamed ones, are kept.
     """
     found = list_checkpoints(root)
     good = [(path, each) for tag, path, each in found if isinstance(each, Manifest) and each.tag == tag]

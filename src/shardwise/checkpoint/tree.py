@@ -1,4 +1,4 @@
-"""Values of a user or a scheduler as JSON and tensors, and back: nothing that would have to run code to be read."""
+"""Converts values of a user or a scheduler to JSON and tensors, and back, without running code when reading."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _TAG = "$"
 
 
 def encode_tree(value: Any, at: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` as what `json.dumps` takes. Tensors go into `tensors`, detached, by their place.
+    """Converts `value` to JSON values. Tensors are detached and stored in `tensors` by their path.
 
     Args:
-        value: JSON values, tuples, sets, dicts with keys of any of these, Counters, floats that are not finite,
-            tensors, numpy's numbers.
-        at: the place of `value`, for keys and messages: `extra`.
-        tensors: is added to.
+        value: JSON values, tuples, sets, dicts with keys of any of these, Counters, nonfinite floats, tensors, numpy
+            numbers.
+        at: path of `value`, for keys and messages, such as `extra`.
+        tensors: receives the tensors.
 
     Raises:
-        ConfigError: something else is in it.
+        ConfigError: `value` contains something else.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -70,7 +70,7 @@ def encode_tree(value: Any, at: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode_tree(data: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The value that `encode_tree` wrote as `data`.
+    """Converts the result of `encode_tree` back.
 
     Raises:
         LoadError: a later version wrote a kind of value that this one does not know.

@@ -1,10 +1,10 @@
-"""Saving: what each rank writes of a checkpoint, and the writing.
+"""Saves: what each rank writes of a checkpoint, and the writing.
 
 # [Note: how a checkpoint is made]
 All ranks write into a hidden directory next to the tag's: each its own tensor file, with checksums, flushed to disk.
-Rank 0 gathers what they have written, and writes the index and, last of all, the manifest. Then the directory gets its
-name, and `latest` names it. Old tags are deleted after that. A failure before leaves nothing but the hidden directory,
-which is removed at once, or by the next save where the process was killed.
+Rank 0 gathers their reports, and writes the index and, last, the manifest. Then the directory is renamed to the tag,
+and `latest` names it. Old tags are deleted afterwards. A failure before the rename leaves only the hidden directory,
+which is removed at once, or by the next save if the process was killed.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ _SAVING = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRequest:
-    """Where a checkpoint goes, and which older ones are deleted; the same on every rank.
+    """Destination of a checkpoint, and which older ones are deleted; the same on every rank.
 
     Attributes:
         root: the directory of checkpoints.
-        tag: of this one; None: named after the step, or by its number.
-        step: of the training, where it is known.
-        keep_last: how many of the newest are kept; None: all.
-        keep_every: those whose step is a multiple of it are never deleted; None: all may be.
+        tag: tag of the checkpoint; None: named by the step, or by its number.
+        step: training step, if known.
+        keep_last: number of the newest checkpoints to keep; None: all.
+        keep_every: checkpoints whose step is a multiple of this are never deleted; None: any may be.
         async_save: whether it is written in the background.
     """
 
@@ -92,15 +92,15 @@ def prepare_save(
     extra: Any,
     companions: Callable[[], Mapping[str, bytes]],
 ) -> SaveJob:
-    """The checkpoint as it is to be written: views of what is saved. All ranks call it.
+    """Prepares a checkpoint with views of what is saved. All ranks call it.
 
     Args:
-        make_request: where it goes; an error that it raises is raised on every rank.
-        companions: makes further files besides the model's configuration, on rank 0.
+        make_request: returns the destination; its error is raised on every rank.
+        companions: returns further files besides the model's configuration, on rank 0.
 
     Raises:
-        ConfigError: something cannot be saved, or ranks ask for different checkpoints. The same on every rank.
-        LayoutError: ranks hold different copies of a parameter, or of an optimizer's state of one.
+        ConfigError: something cannot be saved, or ranks request different checkpoints. The same on every rank.
+        LayoutError: ranks hold different copies of a parameter, or of its optimizer state.
 
     Communicates: over all ranks, what `agree` does, one all-reduce of a number, and with adapters one gather of names.
     """
@@ -150,9 +150,9 @@ def prepare_save(
 
 
 def _names_left_out(model: nn.Module, registry: Registry, inputs: SaveInputs) -> set[str]:
-    """Parameters that are not saved: the frozen weights under adapters that are still as they were read.
+    """Parameters that are not saved: frozen weights under adapters that are unchanged since they were read.
 
-    Communicates: where there are adapters, one gather of names over all ranks.
+    Communicates: with adapters, one gather of names over all ranks.
     """
     if not has_adapters(model):
         return set()
@@ -167,7 +167,7 @@ def _names_left_out(model: nn.Module, registry: Registry, inputs: SaveInputs) ->
 
 
 def _assign_writers(registry: Registry, shards: Mapping[str, LocalShard], left_out: set[str]) -> Division:
-    """Which rank writes what of parameters and buffers: the same on every rank."""
+    """Assignment of parameters and buffers to writing ranks; the same on every rank."""
     shape, pipeline = registry.mesh.shape, registry.plan.pipeline
     layouts = {name: entry.layout for name, entry in registry.entries.items() if name not in left_out}
     holders: dict[str, list[int]] = {}
@@ -183,7 +183,7 @@ def _assign_writers(registry: Registry, shards: Mapping[str, LocalShard], left_o
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Elements `box` of a tensor, which this rank writes."""
+    """Elements `box` of a tensor that this rank writes."""
 
     key: str
     box: Box
@@ -192,10 +192,10 @@ class _Chunk:
 
 @dataclass
 class RankReport:
-    """What a rank has written, for rank 0.
+    """Report of a rank's writing, for rank 0.
 
     Attributes:
-        files: size and checksum of its file, by name; none where it has nothing to write.
+        files: size and checksum of its file, by name; empty if it writes nothing.
         parts: checksum and box of its parts as JSON, `CRC,[[start,stop],…]`, by key.
         tensors: dtype and layout of the tensors that it reports, by key.
         optimizer: options and states of the parameters that it reports.
@@ -209,17 +209,17 @@ class RankReport:
 
 @dataclass(kw_only=True)
 class SaveJob:
-    """A checkpoint that has been prepared. Once `take_copies` has been called, nothing reads the model again.
+    """A prepared checkpoint. After `take_copies` nothing reads the model.
 
     Attributes:
-        request: where it goes.
+        request: its destination.
         mesh: the ranks.
-        content: "all", or "trained" where frozen parameters are left out.
-        model_name: of the model's class.
-        head: `tied`, `optimizer` and `values` of the index; of the optimizer its class alone.
-        companions: on rank 0, the contents of further files, by name.
+        content: "all", or "trained" if frozen parameters are left out.
+        model_name: class name of the model.
+        head: `tied`, `optimizer` and `values` of the index; of the optimizer only its class.
+        companions: on rank 0, contents of further files, by name.
         chunks: the parts that this rank writes.
-        report: what this rank writes and reports.
+        report: this rank's report.
     """
 
     request: SaveRequest
@@ -232,7 +232,7 @@ class SaveJob:
     report: RankReport = field(default_factory=RankReport)
 
     def add_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Adds tensors that this rank alone writes, as they are."""
+        """Adds tensors that only this rank writes, unchanged."""
         for key, value in tensors.items():
             shape = tuple(value.shape)
             self.report.tensors[key] = value.dtype, Layout(shape)
@@ -240,7 +240,7 @@ class SaveJob:
                 self.chunks.append(_Chunk(key, full_box(shape), value))
 
     def add_shard(self, shard: LocalShard, division: Division, optimizer: OptimizerContent | None) -> None:
-        """Adds this rank's portions of a tensor of the model, and of the optimizer's states of it."""
+        """Adds this rank's parts of a model tensor and of its optimizer states."""
         rank = self.mesh.position
         is_reporter = division.first_writer(shard.name) in (rank, None)
         like = {model_key(shard.name): local_part(shard.value).detach()}
@@ -260,7 +260,7 @@ class SaveJob:
     def _add_state(
         self, name: str, state: str, optimizer: OptimizerContent, like: dict[str, Tensor], *, is_reporter: bool
     ) -> None:
-        """Adds a state: to `like`, what is divided as the parameter is, or as it is."""
+        """Adds a state. Tensors split like the parameter go into `like`; others are stored in full."""
         key, tensor, facts = state_key(name, state), optimizer.tensors[name, state], optimizer.described[name][state]
         if "like" in facts:
             like[key] = tensor
@@ -270,7 +270,7 @@ class SaveJob:
             self.add_tensors({key: tensor})
 
     def take_copies(self) -> None:
-        """Copies what is to be written to host memory; from GPUs to pinned memory, which torch uses again."""
+        """Copies everything to host memory; from GPUs to pinned memory, which torch reuses."""
         self.chunks = [
             _Chunk(each.key, each.box, each.value.to("cpu", non_blocking=True, copy=True)) for each in self.chunks
         ]
@@ -281,10 +281,10 @@ class SaveJob:
         """Writes the checkpoint; returns its tag. All ranks of `group` call it.
 
         Raises:
-            LoadError: it cannot be written; the same on every rank. What was there is still there.
+            LoadError: it cannot be written; the same on every rank. Existing checkpoints are unchanged.
 
-        Communicates: over `group`, three gathers of small objects, one broadcast of a path, and one gather to rank 0 of
-            what ranks have written.
+        Communicates: over `group`, three gathers of small objects, one broadcast of a path, and one gather of reports
+        to rank 0.
         """
         root, staged = self.request.root, None
         with ExitStack() as stack:
@@ -315,7 +315,7 @@ class SaveJob:
         return max(known, default=0) + 1
 
     def _write(self, directory: Path) -> None:
-        """Writes this rank's file; on every rank."""
+        """Writes this rank's file."""
         rank, report = self.mesh.position, self.report
         if not directory.is_dir():
             raise LoadError(
@@ -336,7 +336,7 @@ class SaveJob:
         report.files[path.name] = FileFacts(out.num_bytes, out.header_crc)
 
     def _complete(self, staged: StagedDirectory, reports: Sequence[RankReport]) -> None:
-        """Completes the checkpoint when every rank has written; on rank 0."""
+        """Completes the checkpoint on rank 0, after every rank has written."""
         request, directory = self.request, staged.path
         files = {name: facts for report in reports for name, facts in report.files.items()}
         files[INDEX] = write_reported_index(directory, reports, self.head)
@@ -371,10 +371,10 @@ class SaveJob:
 
 
 def write_reported_index(directory: Path, reports: Sequence[RankReport], head: Mapping[str, Any]) -> FileFacts:
-    """Writes the index of what the ranks have written, in the order of their files.
+    """Writes the index from the ranks' reports, in the order of their files.
 
     Args:
-        head: `tied`, `optimizer` and `values` of the index; of the optimizer its class alone.
+        head: `tied`, `optimizer` and `values` of the index; of the optimizer only its class.
     """
     parts: dict[str, list[str]] = {}
     writing = [report for report in reports if report.files]
@@ -397,7 +397,7 @@ def write_reported_index(directory: Path, reports: Sequence[RankReport], head: M
 
 @contextmanager
 def as_load_error(root: Path) -> Iterator[None]:
-    """Raises an error of the disk as one that names the checkpoint."""
+    """Context manager: converts a disk error to a `LoadError` that names the checkpoint."""
     try:
         yield
     except ShardwiseError:

@@ -43,19 +43,19 @@ def prepare_rows(
     apart: DocumentMasking,
     dtype: torch.dtype,
 ) -> Rows:
-    """The rows of `data`, tokenized by one rank of each machine unless an earlier run has done so.
+    """The rows of `data`, tokenized by one rank of each machine unless a cache exists.
 
     Args:
-        group: of all ranks.
+        group: all ranks.
         apart: how documents of packed or padded rows are separated.
-        dtype: what the model computes in.
+        dtype: dtype of the model's computation.
 
     Raises:
-        LoadError: a file, a line or a record is not valid; the same on every rank.
+        LoadError: a file, a line or a record is invalid; the same on every rank.
         BatchError: there is not one row.
         RankError: machines see different text.
 
-    Communicates: as `run_on_local_rank_0` and `agree_on`.
+    Communicates: like `run_on_local_rank_0` and `agree_on`.
     """
     directory = Path(config.data.cache_dir or Path(config.log.dir) / "tokens")
     paths: list[Path] = []
@@ -104,7 +104,7 @@ def prepare_rows(
 
 
 def check_records(config: TrainConfig, tokenizer: Any) -> list[Problem]:
-    """Problems of the first records, and of the keys and the template by which they are read."""
+    """Problems of the first records, and of the keys and the template with which they are read."""
     problems = Problems()
     sources = [("data", config.data)]
     if config.evaluation.path is not None:
@@ -123,9 +123,9 @@ class _Documents:
     """Tokenized documents of a source.
 
     Attributes:
-        fingerprints: of the source, and of what else decides the tokens.
-        size: of the source, in its own unit.
-        read: gives the documents, and tells its argument how much of `size` has been read.
+        fingerprints: digests of the source, and of everything else that determines the tokens.
+        size: size of the source, in its own unit.
+        read: yields the documents, and calls its argument with the amount read so far.
     """
 
     fingerprints: tuple[str, str]
@@ -134,7 +134,7 @@ class _Documents:
 
 
 def _open_documents(data: DataConfig, tokenizer: Any, *, limit: int | None = None) -> _Documents:
-    """The documents of `data`; of records the first `limit`."""
+    """The documents of `data`; with `limit` only of the first records."""
     encoder = build_encoder(tokenizer)
     if data.format == "text":
         text = open_source(data)

@@ -35,7 +35,7 @@ Finding = tuple[str, str, str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`shardwise doctor` takes none."""
+    """Adds nothing: `shardwise doctor` has no arguments."""
 
 
 def run(arguments: argparse.Namespace) -> int:

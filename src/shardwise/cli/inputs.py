@@ -77,7 +77,7 @@ def check_outputs(config: TrainConfig) -> list[Problem]:
 
 
 def check_place(directory: str, *, num_bytes: int = 0) -> None:
-    """Raises `LoadError` where `directory` cannot be created or written, or has less room than `num_bytes`."""
+    """Raises `LoadError` if `directory` cannot be created or written, or has less than `num_bytes` of free space."""
     path = Path(directory)
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     if is_url(directory):
@@ -94,7 +94,7 @@ def check_place(directory: str, *, num_bytes: int = 0) -> None:
 
 
 def compilation_of(chosen: CompilationConfig, device: torch.device) -> Compile | None:
-    """The options of torch.compile on `device`; None where nothing is compiled."""
+    """Options of torch.compile on `device`; None without compilation."""
     backend = chosen.backend
     if backend == "auto":
         backend = "inductor" if device.type == "cuda" else None

@@ -80,7 +80,7 @@ def _describe(stored: StoredParts, *, with_tensors: bool) -> None:
 
 
 def _verify(stored: StoredParts) -> int:
-    """Verifies every checksum, and prints what is damaged; returns how many files or tensors are."""
+    """Verifies every checksum and prints damaged files and tensors; returns their number."""
     faults = []
     for name in (*stored.manifest.files, *stored.index.tensors):
         try:

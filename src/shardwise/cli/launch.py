@@ -191,7 +191,7 @@ def exit_on_terminate() -> None:
 
 
 def end_with_launcher() -> None:
-    """Ends this rank, as SIGTERM does, when its launcher has ended: a killed launcher cannot end its ranks."""
+    """Ends this rank like SIGTERM when its launcher has ended, because a killed launcher cannot end its ranks."""
     launcher, parent = multiprocessing.parent_process(), os.getppid()  # of `launch`; torchrun or srun
 
     def watch() -> None:
@@ -207,8 +207,8 @@ def end_with_launcher() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process without the interpreter's own teardown, which would destroy process groups that other ranks
-    still use, and which can abort gloo's threads (see [Note: the last collective], job/processes.py).
+    """Ends this process without the interpreter's teardown, which would destroy process groups that other ranks still
+    use, and which can abort gloo's threads (see [Note: the last collective], job/processes.py).
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -74,7 +74,9 @@ def build_model(
 
 
 def find_run_apart(data: DataConfig, model_config: Any) -> DocumentMasking:
-    """How documents in a row are kept from seeing each other; raises `UnsupportedError` if the model cannot do it."""
+    """How documents in a row are kept from attending to each other; raises `UnsupportedError` if the model cannot do
+    it.
+    """
     kind = rows_of(data)
     if kind == "stream":
         return "padded without mask"  # a document sees those before it
@@ -82,7 +84,7 @@ def find_run_apart(data: DataConfig, model_config: Any) -> DocumentMasking:
 
 
 def spec_of(config: TrainConfig, device: torch.device | None = None) -> ParallelSpec:
-    """The options of a run on `device`, by default a GPU if there is one."""
+    """Options of a run on `device`; default: a GPU if there is one."""
     asked, chosen = config.precision, config.compilation
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     automatic = "bfloat16" if device.type == "cuda" else config.model.dtype
@@ -200,7 +202,7 @@ def make_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.opt
 
 
 def read_model_config(config: TrainConfig, tokenizer: Any) -> Any:
-    """The model's transformers config. A new model takes the tokenizer's vocabulary size and special tokens unless
+    """The model's transformers config. A new model gets the tokenizer's vocabulary size and special tokens, unless
     `model.config` sets them.
     """
     source = config.model.path or config.model.config

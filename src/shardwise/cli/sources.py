@@ -17,7 +17,7 @@ def open_source(config: DataConfig) -> DataSource[str | None]:
     """The documents that `config` names.
 
     Raises:
-        LoadError: there is nothing there, or nothing readable.
+        LoadError: there is nothing there, or it cannot be read.
         ConfigError: `datasets` is not installed.
     """
     if config.path is not None:
@@ -26,14 +26,16 @@ def open_source(config: DataConfig) -> DataSource[str | None]:
 
 
 def open_records(config: DataConfig) -> DataSource[Record]:
-    """The records that `config` names: prompts with responses, or lists of messages. Raises as `open_source`."""
+    """The records that `config` names: prompts with responses, or lists of messages. Raises the errors of
+    `open_source`.
+    """
     if config.path is not None:
         return file_records(find_files(Path(config.path), patterns_of(config)))
     return dataset_records(_open_dataset(config))
 
 
 def import_datasets(config: DataConfig) -> Any:
-    """The library that opens `config.dataset`. Raises `ConfigError` where it is not installed."""
+    """The library that opens `config.dataset`. Raises `ConfigError` if it is not installed."""
     try:
         import datasets
     except ImportError as error:

@@ -21,10 +21,10 @@ __all__ = ["with_timeline"]
 def with_timeline(
     step: TrainStep, log: LogConfig, console: Console, *, num_done: int
 ) -> Callable[[Mapping[str, Tensor]], StepResult]:
-    """`step`, which measures when every stage runs in step `log.timeline`; rank 0 draws that.
+    """Wraps `step` so that step `log.timeline` is measured, and rank 0 draws its timeline.
 
     Args:
-        num_done: steps that are done already.
+        num_done: number of steps that are already done.
 
     Communicates: in that step, a gather of the times over pp.
     """

@@ -1,4 +1,4 @@
-"""The tokenizer that a run names, and how it encodes text."""
+"""The tokenizer of a run, and its encoder."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["build_encoder", "load_tokenizer", "read_tokenizer"]
 
 
 def load_tokenizer(config: TrainConfig) -> Any:
-    """The run's tokenizer. Raises `LoadError` where transformers cannot load it."""
+    """The run's tokenizer. Raises `LoadError` if transformers cannot load it."""
     return read_tokenizer(str(config.model.tokenizer or config.model.path), option="model.tokenizer")
 
 
 def read_tokenizer(place: str, *, option: str) -> Any:
-    """The tokenizer of the directory or hub id that `option` names. Raises `LoadError` where it cannot be loaded."""
+    """The tokenizer of the directory or hub id in `option`. Raises `LoadError` if it cannot be loaded."""
     locate_source(place)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(place)
@@ -37,7 +37,7 @@ def read_tokenizer(place: str, *, option: str) -> Any:
 
 
 def build_encoder(tokenizer: Any) -> Encoder:
-    """How `tokenizer` encodes documents and what it ends them with. Raises `ConfigError` where it has no end token."""
+    """The `Encoder` of `tokenizer`. Raises `ConfigError` if the tokenizer has no end token."""
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             "the tokenizer has no end-of-sequence token",

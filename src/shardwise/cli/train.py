@@ -1,4 +1,4 @@
-"""`shardwise train`: reads the configuration, starts ranks where no launcher has, and trains."""
+"""`shardwise train`: reads the configuration, starts ranks if no launcher has, and trains."""
 
 from __future__ import annotations
 

@@ -46,11 +46,11 @@ __all__ = ["train"]
 
 
 def train(config: TrainConfig) -> StepRecord | None:
-    """Trains as `config` says, on this rank; returns the last step's record.
+    """Trains by `config` on this rank; returns the last step's record.
 
     Raises:
-        ShardwiseError: something does not fit or fails; the same on every rank wherever ranks can agree.
-        SystemExit: a signal has ended a run with checkpoints, which has been saved.
+        ShardwiseError: something does not fit or fails; the same on every rank if ranks can agree.
+        SystemExit: a signal has ended a run with checkpoints, after it was saved.
     """
     opened = Mesh.open(config.layout, device=config.device, timeout_seconds=config.timeout_seconds)
     with opened as mesh, ExitStack() as open_logs:
@@ -104,7 +104,7 @@ class _Run:
     Attributes:
         console: prints on rank 0 only.
         model_config: transformers' config of the model.
-        spec: options of the run, on this rank's device.
+        spec: options of the run on this rank's device.
     """
 
     config: TrainConfig
@@ -191,7 +191,7 @@ class _Run:
         return reporters
 
     def print_head(self, model: torch.nn.Module, batches: PackedBatches, num_done: int) -> None:
-        """Prints what is trained on what."""
+        """Prints a summary of model, data and layout."""
         config, rows = self.config, batches.rows
         entries = registry_of(model).entries.values()
         num_full = sum(math.prod(entry.layout.shape) for entry in entries)

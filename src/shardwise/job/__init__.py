@@ -1,1 +1,1 @@
-"""The processes of a job: how they meet, their groups, and what becomes of them."""
+"""Processes of a job: rendezvous, process groups, heartbeats, and their end."""

@@ -1,4 +1,4 @@
-"""Meshes and process groups that another library made, as a layout of ours."""
+"""Converts meshes and process groups of another library to one of our layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks of Slurm as ranks: `srun -n 8 shardwise train run.yaml` is one job of eight ranks."""
+"""Slurm tasks as ranks: `srun -n 8 shardwise train run.yaml` is one job of eight ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FIRST_PORT, _NUM_PORTS = 12_000, 20_000
 
 
 def read_slurm_environment() -> None:
-    """Sets torchrun's variables where this process is one of several tasks of a Slurm step, unless they are set.
+    """Sets torchrun's variables, unless they are set, if this process is one of several tasks of a Slurm step.
 
     A batch script and an interactive shell are not tasks, whatever `SLURM_NTASKS` says: they start ranks.
 
@@ -52,7 +52,7 @@ def read_slurm_environment() -> None:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a list as Slurm writes it: `gpu[03-05,9],login` begins with `gpu03`."""
+    """The first host of a list in Slurm's notation: `gpu[03-05,9],login` begins with `gpu03`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     if first is None:
         raise ValueError(f"no host in {nodes!r}")

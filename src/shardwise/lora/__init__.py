@@ -1,1 +1,1 @@
-"""LoRA and its kin, over `peft`."""
+"""LoRA and other adapters, on top of `peft`."""

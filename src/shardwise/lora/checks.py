@@ -1,4 +1,4 @@
-"""What PEFT puts into or before a model that does not divide: adapters with parameters in common, and prompts."""
+"""Checks of PEFT features that cannot be split: adapters with shared parameters, and prompts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _OF_HEADS = ("PREFIX_TUNING", "CARTRIDGE")
 
 
 def check_adapters(model: nn.Module, shape: MeshShape) -> None:
-    """Checks that no adapters of different weights have parameters in common: stages and FSDP2's units hold their own.
+    """Checks that adapters of different weights share no parameters, because stages and FSDP2 units hold their own.
 
     Raises:
-        PlanError: some are, and there are several ranks.
+        PlanError: some do, and there are several ranks.
     """
     owners: dict[int, tuple[str, set[int]]] = {}
     for fqn, module in model.named_modules() if shape.world_size > 1 else ():
@@ -41,10 +41,10 @@ def check_adapters(model: nn.Module, shape: MeshShape) -> None:
 
 
 def check_prompts(model: nn.Module, plan: SplitPlan) -> None:
-    """Checks that what PEFT's wrapper computes before the model is something that every rank can compute alike.
+    """Checks that every rank can compute alike what PEFT's wrapper computes before the model.
 
     Raises:
-        PlanError: it is not.
+        PlanError: it cannot.
     """
     configs = getattr(model, "peft_config", {}).values() if find_model(model) is not model else ()
     kinds = [str(getattr(each.peft_type, "value", each.peft_type)) for each in configs if each.is_prompt_learning]

@@ -1,4 +1,4 @@
-"""Adapter files: PEFT's own, both ways, the same for every layout."""
+"""Adapter files in PEFT's format, read and written, the same for every layout."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _PREFIX = "base_model.model."
 
 
 def adapter_state(model: nn.Module, name: str) -> dict[str, Tensor]:
-    """What PEFT's file of an adapter holds: full CPU tensors by its names, on rank 0; an empty dict elsewhere.
+    """Tensors of PEFT's file of an adapter: full CPU tensors by PEFT's names, on rank 0; an empty dict on other ranks.
 
-    These are all parts of a model that training an adapter changes: A and B, trained copies of modules and biases.
+    These are all parts of a model that training an adapter changes: A and B, trained copies of modules, and biases.
 
-    Communicates: over all ranks, one gather of names, and over pp one of dtypes; of each tensor, what
-        `canonical_tensor` does.
+    Communicates: over all ranks, one gather of names, and over pp one of dtypes; per tensor, what `canonical_tensor`
+    does.
     """
     registry = registry_of(model)
     reshard(model)
@@ -73,7 +73,7 @@ def adapter_state(model: nn.Module, name: str) -> dict[str, Tensor]:
 
 
 def _chosen(model: nn.Module, shown: Mapping[str, Tensor], name: str, registry: Registry) -> dict[str, str]:
-    """PEFT's name of every tensor that belongs to the file, to the model's: rank 0 asks PEFT, which may look around."""
+    """PEFT's name of every tensor in the file, to the model's name. Rank 0 asks PEFT."""
 
     def choose() -> dict[str, str]:
         if registry.mesh.rank:
@@ -92,11 +92,11 @@ def _chosen(model: nn.Module, shown: Mapping[str, Tensor], name: str, registry: 
 
 
 def write_adapter_files(directory: Path, state: Mapping[str, Tensor], config: bytes) -> None:
-    """Writes an adapter's weights, and its config to a file and into the weights' header.
+    """Writes an adapter's weights, and its config to a file and to the weights' header.
 
     Args:
         state: full CPU tensors by PEFT's names.
-        config: the text of `adapter_config.json`.
+        config: text of `adapter_config.json`.
 
     Raises:
         OSError: a file cannot be written.
@@ -113,17 +113,15 @@ def write_adapter_files(directory: Path, state: Mapping[str, Tensor], config: by
 
 
 def adapter_companions(model: nn.Module) -> dict[str, bytes]:
-    """What is in a checkpoint of a model with one adapter of the usual name besides its tensors: the adapter's config
-    as PEFT writes it. Nothing for other models.
+    """Files of a checkpoint besides its tensors, for a model with one adapter of the default name: the adapter's config
+    in PEFT's format. Empty for other models.
     """
     configs = getattr(find_model(model), "peft_config", {})
     return {ADAPTER_CONFIG: adapter_config_text(model, "default")} if list(configs) == ["default"] else {}
 
 
 def stored_names(model: nn.Module) -> dict[str, str]:
-    """PEFT's name of every tensor of the default adapter's file, to the tensor's in the base model with adapters, for a
-    model that is not split.
-    """
+    """PEFT's name of every tensor in the default adapter's file, to its name in the unsplit model with adapters."""
     shown = {fqn: value.to("meta") for fqn, value in model.state_dict().items()}
     names = {id(value): fqn.removeprefix(_PREFIX) for fqn, value in shown.items()}
     state = peft().get_peft_model_state_dict(model, state_dict=shown)
@@ -146,11 +144,10 @@ def adapter_config_text(model: nn.Module, name: str) -> bytes:
 
 
 def load_adapter_weights(model: nn.Module, place: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Fills the default adapter, which has values already, with those at `place`; each rank its parts. Returns what was
-    read: the full tensors.
+    """Fills the default adapter with the weights at `place`; each rank its parts. Returns the full tensors.
 
     Raises:
-        LoadError: the files are of another model, rank or kind of adapter, or cannot be read.
+        LoadError: the files belong to another model, rank or kind of adapter, or cannot be read.
 
     Communicates: nothing.
     """

@@ -1,4 +1,4 @@
-"""Adapters into an unsplit model on the meta device, as PEFT puts them there."""
+"""Adds adapters to an unsplit meta model, with PEFT."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _PLAIN_INITS = (True, False, "gaussian", "orthogonal")
 
 
 def read_adapter_config(adapter: Any) -> Any:
-    """The config of an adapter that is to be trained: a copy of one, or that of an adapter's directory.
+    """Config of an adapter to train: a copy of the given one, or that of an adapter's directory.
 
     Args:
-        adapter: a PEFT config, a directory that PEFT or we wrote, or a hub id.
+        adapter: a PEFT config, a directory that PEFT or Shardwise wrote, or a hub id.
 
     Raises:
         ConfigError: it is neither.
@@ -54,16 +54,16 @@ def read_adapter_config(adapter: Any) -> Any:
 
 
 def inject(model: nn.Module, adapter: Any, *, on_meta: bool = True) -> nn.Module:
-    """The PEFT model around an unsplit model, with the adapter's modules in it.
+    """Wraps an unsplit model in PEFT's model, with the adapter's modules.
 
     Args:
-        model: a meta model; or a real one, the same on every rank, as torch's random numbers must be.
-        adapter: as in `read_adapter_config`.
+        model: a meta model; or a real one, the same on every rank, with equal random states.
+        adapter: see `read_adapter_config`.
         on_meta: whether the adapter has no values yet.
 
     Raises:
-        ConfigError: the config fits no module of the model, or is wrong.
-        UnsupportedError: the adapter's first values need the full weights.
+        ConfigError: the config fits no module of the model, or is invalid.
+        UnsupportedError: the adapter's initial values need the full weights.
     """
     config = read_adapter_config(adapter)
     if on_meta:
@@ -86,13 +86,13 @@ def inject(model: nn.Module, adapter: Any, *, on_meta: bool = True) -> nn.Module
 
 
 def named_targets(model: nn.Module, keywords: Any) -> Any:
-    """`target_modules` for PEFT, which wants full names or their ends: all modules whose name includes a keyword.
+    """`target_modules` for PEFT, which requires full names or their ends: all modules whose name contains a keyword.
 
     Args:
-        keywords: several; a text, a pattern of full names, and None stay what they are.
+        keywords: a list of keywords; a string (a pattern of full names) and None are returned unchanged.
 
     Raises:
-        ConfigError: a keyword is in no name.
+        ConfigError: no name contains a keyword.
     """
     if keywords is None or isinstance(keywords, str):
         return keywords
@@ -111,8 +111,8 @@ def named_targets(model: nn.Module, keywords: Any) -> Any:
 
 
 def inject_alike(model: nn.Module, other: nn.Module, *, fresh_values: bool = False) -> nn.Module:
-    """Puts adapters into `other`, a model of the same architecture, as they are in `model`; of any values, or of those
-    that they begin with where `other` is of the same size.
+    """Adds the adapters of `model` to `other`, a model of the same architecture, with random or (`fresh_values`, same
+    size) initial values.
     """
     library = peft()
     for name, given in getattr(model, "peft_config", {}).items():

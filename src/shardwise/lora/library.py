@@ -1,4 +1,4 @@
-"""The `peft` library, which is optional: imported when adapters are asked for."""
+"""Imports the optional `peft` library on demand."""
 
 from __future__ import annotations
 

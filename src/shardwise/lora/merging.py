@@ -1,4 +1,4 @@
-"""Weights with their adapters added, for exports: made of full tensors, so that they are the same for every layout."""
+"""Merges adapters into weights for exports, from full tensors, so that the result is the same for every layout."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def base_tensors(model: nn.Module, *, merged: bool) -> dict[str, str]:
     """Name in the base of each of its parameters and persistent buffers, to its name in the model.
 
     Args:
-        merged: whether to take the trained copies of modules instead of these.
+        merged: whether to use the trained copies of modules instead of the originals.
 
     Raises:
-        ConfigError: adapters are merged into the weights at the moment, or to be merged and switched off.
+        ConfigError: adapters are already merged into the weights, or would be merged but are disabled.
     """
     model = find_model(model)
     for name, module in model.named_modules():
@@ -65,7 +65,7 @@ def base_tensors(model: nn.Module, *, merged: bool) -> dict[str, str]:
 
 
 class Merger:
-    """Adds the active adapters to full weights, as PEFT's `merge_and_unload` does.
+    """Adds the active adapters to full weights, like PEFT's `merge_and_unload`.
 
     Args:
         model: split; all ranks call alike.
@@ -98,16 +98,17 @@ class Merger:
 
     @torch.no_grad()
     def delta_of(self, fqn: str) -> WeightDelta:
-        """What adds to the full parameter of that name what its adapters add.
+        """Function that adds the adapters' contribution to the full parameter `fqn`.
 
-        Communicates: over all axes, all-gathers of the adapters' parameters; nothing when it is called.
+        Communicates: over all axes, all-gathers of the adapters' parameters; the returned function communicates
+        nothing.
         """
         wrappers = self._wrappers.get(self._registry.tied.get(fqn, fqn), ())
         added = [self._added(*each, adapter) for each in wrappers for adapter in each[1].active_adapters]
         return functools.partial(_with_added, added=[each for each in added if each is not None])
 
     def _added(self, own: str, wrapper: Any, adapter: str) -> WeightDelta | None:
-        """What an adapter adds to a full bias or weight, from the latter; None: nothing."""
+        """Contribution of one adapter to a full bias or weight; None if there is none."""
         if own == "bias":
             has_bias = adapter in wrapper.lora_B and getattr(wrapper.lora_B[adapter], "bias", None) is not None
             bias = self._full(wrapper.lora_B[adapter], "bias") if has_bias else None
@@ -138,7 +139,7 @@ def _with_added(full: Tensor, added: Sequence[WeightDelta]) -> Tensor:
 
 
 class _Unsplit:
-    """Adapters as PEFT's formula for what they add sees them, with full tensors."""
+    """Adapters with full tensors, for PEFT's formula."""
 
     def __init__(self, wrapper: Any, parts: dict[str, dict[str, Any]], weight: Tensor) -> None:
         self.__dict__.update(parts, _wrapper=wrapper, _weight=weight)

@@ -1,4 +1,4 @@
-"""PEFT's wrapper around a split model: what of it reads, writes or combines full tensors."""
+"""PEFT's wrapper around a split model: corrects or refuses methods that need full tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _BY_ENTRY = ("linear", "cat")
 
 
 def guard_wrapper(model: nn.Module, registry: Registry) -> None:
-    """Makes PEFT's wrapper around a split model right where ranks hold parts, or refuse; other models stay as they are.
+    """Corrects the methods of PEFT's wrapper that would be wrong when ranks hold parts, or makes them raise. Does not
+    change other models.
 
     Communicates: nothing.
     """
@@ -30,8 +31,8 @@ def guard_wrapper(model: nn.Module, registry: Registry) -> None:
 
 
 def named_biases(model: nn.Module, config: Any) -> dict[str, Tensor]:
-    """Biases that an adapter's config trains and that PEFT does not find, because they are not called `bias`: modules
-    list them in `bias_names`.
+    """Biases that an adapter's config trains and that PEFT misses, because they are not called `bias`: modules list
+    them in `bias_names`.
     """
     kind = getattr(config, "bias", "none")
     return {
@@ -49,12 +50,12 @@ class _SplitWrapper:
     _split_registry: Registry
 
     def load_adapter(self, *args: Any, **options: Any) -> Any:
-        """As PEFT; each rank keeps its part of what the file has."""
+        """Like PEFT; each rank keeps its part of the file's tensors."""
         with names_only(self._split_registry):
             return super().load_adapter(*args, **options)  # type: ignore[misc]
 
     def save_pretrained(self, *args: Any, **options: Any) -> NoReturn:
-        """Refuses: what a rank holds would be written as if it were all."""
+        """Raises: PEFT would write a rank's parts as if they were full tensors."""
         raise UnsupportedError(
             "save_pretrained of adapters in a split model",
             why="this rank holds parts of its parameters, and other ranks may not have called",
@@ -62,7 +63,7 @@ class _SplitWrapper:
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
-        """As torch, of the parameters at rest, and of gradients to be; see [Note: left gathered]."""
+        """Like torch, for sharded parameters and unreduced gradients; see [Note: left gathered]."""
         inner: Any = find_model(self)  # type: ignore[arg-type]
         reshard(inner)
         forget_unreduced(inner)
@@ -83,10 +84,10 @@ class _SplitTuner:
         *args: Any,
         **options: Any,
     ) -> Any:
-        """As PEFT, where the parts of a combination are the combination of the parts.
+        """Like PEFT, if the combination of parts is the part of the combination.
 
         Raises:
-            UnsupportedError: they are not.
+            UnsupportedError: it is not.
         """
         mesh = self._split_registry.mesh
         if mesh.size("pp") > 1 or mesh.data_size > 1 or combination_type not in _BY_ENTRY:

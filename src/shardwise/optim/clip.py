@@ -32,15 +32,15 @@ def clip_grad_norm_(
     *,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Clips the gradients to a global norm, as `torch.nn.utils.clip_grad_norm_` does on the unsplit model.
+    """Clips the gradients to a global norm, like `torch.nn.utils.clip_grad_norm_` on the unsplit model.
 
     Every canonical element counts once, however many ranks hold it.
 
     Args:
         parameters: a split model, or some of its parameters (the same on every rank).
-        max_norm: what the norm is clipped to; `math.inf` clips nothing and just returns the norm.
+        max_norm: maximum norm; `math.inf` only computes the norm.
         norm_type: p of the p-norm, `math.inf` for the largest entry.
-        error_if_nonfinite: raise where the norm is infinite or NaN.
+        error_if_nonfinite: raise if the norm is infinite or NaN.
 
     Returns:
         The norm before clipping, float32 scalar, the same on every rank.
@@ -74,7 +74,7 @@ def clip_grad_norm_(
 def _gradients(
     parameters: nn.Module | Tensor | Iterable[Tensor],
 ) -> tuple[list[tuple[Tensor, ParameterEntry | None]], Registry | None]:
-    """The local tensors of complete gradients, each with the entry of its parameter; None where it has none."""
+    """Local tensors of complete gradients, each with its parameter's entry; None if it has none."""
     registry: Registry | None
     pairs: list[tuple[Tensor, ParameterEntry | None]]
     if isinstance(parameters, nn.Module):

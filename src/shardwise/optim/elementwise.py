@@ -1,8 +1,8 @@
-"""Whether an optimizer may update parts of parameters: torch's by a table, others by one trial on tiny tensors.
+"""Decides whether an optimizer may update parts of parameters: torch's by a table, others by a trial on tiny tensors.
 
-An elementwise optimizer (SGD, Adam and their kin) updates a part exactly as it would the full parameter. Others read a
-full matrix: its spectrum (Muon), its rows and columns (Adafactor), its norm (LAMB), or all parameters together
-(LBFGS). They would compute another update on every rank.
+An elementwise optimizer (SGD, Adam and similar ones) updates a part exactly like the full parameter. Others read a full
+matrix: its spectrum (Muon), its rows and columns (Adafactor), its norm (LAMB), or all parameters together (LBFGS). They
+would compute another update on every rank.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _CHECKED: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKe
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, options: Mapping[str, Any] | None = None) -> None:
-    """Raises where an optimizer would update the parameters of a split model differently from full ones.
+    """Raises if an optimizer would update the parameters of a split model differently from full ones.
 
     Args:
-        options: what it was built with; by default as far as its groups say.
+        options: the optimizer's constructor arguments; default: those in its groups.
 
     Raises:
-        UnsupportedError: it is not elementwise and ranks hold parts, or stages; it updates no dense gradients, or no
-            `DTensor`s; it draws random numbers; or its trial failed.
+        UnsupportedError: the optimizer is not elementwise and ranks hold parts, or stages; it does not support dense
+            gradients or `DTensor`s; it draws random numbers; or its trial failed.
 
     Communicates: nothing.
     """
@@ -66,18 +66,20 @@ def check_optimizer(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
 
 
 def assume_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Takes the caller's word for it: the optimizer is elementwise, and needs no trial."""
+    """Marks the optimizer as elementwise, so that it needs no trial."""
     _CHECKED[optimizer] = len(optimizer.param_groups)
 
 
 def _is_apart(entry: ParameterEntry) -> bool:
-    """Whether the rank holds a part of the parameter, or is one of several stages."""
+    """Whether the rank holds only a part of the parameter, or is one of several stages."""
     return entry.split is not None or entry.chunk is not None or entry.registry.mesh.size("pp") > 1
 
 
 def _try(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], like: Tensor, *, is_apart: bool) -> None:
-    """Trains two tiny tensors with the dims, dtype and device of `like`, twice: the second time in halves where
-    parameters are apart. Both must give the same, which an optimizer that draws random numbers does not.
+    """Trains two tiny tensors with the dims, dtype and device of `like` twice, the second time in halves if parameters
+    are split.
+
+    Both runs must give the same result. An optimizer that draws random numbers fails.
     """
     taken = inspect.signature(type(optimizer).__init__).parameters
     known = {name: value for name, value in options.items() if name in taken and name != "params"}
@@ -114,7 +116,7 @@ def _try(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], like: Ten
 def _train(
     optimizer_class: Any, options: Mapping[str, Any], starts: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
 ) -> list[Tensor]:
-    """The tensors after steps, each with one gradient for every one of them."""
+    """The tensors after several steps, each step with one gradient per tensor."""
     parameters = [nn.Parameter(start.clone()) for start in starts]
     optimizer = optimizer_class(parameters, **options)
     for same_step in gradients:

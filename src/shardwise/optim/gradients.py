@@ -1,17 +1,16 @@
-"""What the gradients of a split model are at the moment, and the phase that completes them.
+"""State of a split model's gradients, and the phase that completes them.
 
 # [Note: one gradient phase]
-Hooks on parameters fire too early under accumulation and never under some pipeline schedules, so nothing of ours is
-summed while backward runs. FSDP2 does reduce: over the data axes, as soon as a unit is done. A sum over tp does not
-mind which comes first, and is shorter afterwards. When a backward ends, one collective sums all partial gradients
-together, and one more each group of gradients of replicated key/value heads; `TrainStep` puts that off until its last
-microbatch is done. So `p.grad` is complete whenever a backward has returned, and whatever reads it, torch's own
-optimizers included, needs no call of ours. Before a complete gradient is added to, it is scaled back to partial on the
-ranks that summed it, so that the next sum restores it.
+Hooks on parameters fire too early under gradient accumulation and never under some pipeline schedules. So our sums do
+not run during backward. FSDP2 reduces over the data axes as soon as a unit is done; the sum over tp may come
+afterwards, on the smaller shards. When a backward ends, one collective sums all partial gradients together, and one
+more each group of gradients of replicated key/value heads. `TrainStep` delays this until its last microbatch. So
+`p.grad` is complete whenever a backward has returned, and readers such as torch's own optimizers need no call of ours.
+Before more is added to a complete gradient, it is scaled back to partial on the ranks that summed it, so that the next
+sum restores it.
 
-In a pipeline a backward returns on one rank while others have not begun theirs, and each rank runs many. There the
-phase comes at the end of `no_sync`, which every rank enters, whatever its stages did in between; a weight that several
-stages hold is summed over them last.
+In a pipeline a backward returns on one rank while others have not started theirs, and each rank runs many. There the
+phase runs at the end of `no_sync`, which every rank enters. A weight that several stages hold is summed over them last.
 """
 
 from __future__ import annotations
@@ -53,12 +52,12 @@ _WATCHED = "_shardwise_watched"
 
 
 class LossScale:
-    """What float16 losses are multiplied by, so that small gradients do not vanish: halved where they overflow, doubled
-    after `interval` steps in which they did not, on the device, as torch's GradScaler does.
+    """Dynamic loss scale for float16, on the device, like torch's GradScaler: halved after an overflow, doubled after
+    `interval` steps without one.
 
     Attributes:
         factor: float32 scalar, a power of two.
-        good_steps: int32 scalar, the steps without overflow since it was changed.
+        good_steps: int32 scalar, steps without overflow since the last change.
     """
 
     def __init__(self, device: torch.device, *, value: float = 2.0**16, interval: int = 2000) -> None:
@@ -67,37 +66,37 @@ class LossScale:
         self._interval = interval
 
     def update(self, is_bad: Tensor) -> None:
-        """Notes how a step went: whether gradients were infinite or NaN, a float32 scalar."""
+        """Updates the scale after a step. `is_bad`: float32 scalar, 1 if gradients were infinite or NaN."""
         torch._amp_update_scale_(self.factor, self.good_steps, is_bad.to(self.factor.device), 2.0, 0.5, self._interval)
 
     def state_dict(self) -> dict[str, float]:
-        """What checkpoints keep of it. Waits for the device."""
+        """State for checkpoints. Waits for the device."""
         return {"value": self.factor.item(), "good_steps": int(self.good_steps)}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Goes on from what `state_dict` gave."""
+        """Restores the result of `state_dict`."""
         self.factor.fill_(state["value"])
         self.good_steps.fill_(state["good_steps"])
 
 
 class Gradients:
-    """The state of a split model's gradients, from one backward to the next.
+    """State of a split model's gradients between backwards.
 
     Args:
-        model: the split model, or the outermost module around it that is known.
+        model: the split model, or its outermost known wrapper.
 
     Attributes:
-        norm: of the gradients as they are now, where it has been computed.
-        is_bad: float32 scalar, 1 where some of them, on any rank, are infinite or NaN; None where nobody has looked.
-        loss: of the last step that added to them, the same on all ranks; None where no `TrainStep` did.
-        is_late: whether steps go on before the host knows whether gradients are finite (not on CPUs, which know).
-        fault: float32 scalar, 1 from the first step on that was to be an error; None where none has been looked at.
-        pending_fault: the same on its way to the host.
-        loss_scale: of float16; None otherwise.
-        is_partial: whether gradients must be summed over ranks before they are used.
+        norm: norm of the current gradients, if it has been computed.
+        is_bad: float32 scalar, 1 if any rank's gradients are infinite or NaN; None if not checked.
+        loss: loss of the last step that added to them, the same on all ranks; None without a `TrainStep`.
+        is_late: whether steps continue before the host knows whether gradients are finite (not on CPUs).
+        fault: float32 scalar, 1 from the first step on that should raise; None if none was checked.
+        pending_fault: `fault` on its way to the host.
+        loss_scale: loss scale of float16; else None.
+        is_partial: whether gradients must be summed over ranks before use.
         is_deferred: whether sums wait for a later backward.
-        is_in_step: whether gradients are made inside of `no_sync`.
-        share: what the next forward through a pipeline, which makes gradients at once, multiplies its loss by.
+        is_in_step: whether `no_sync` is active.
+        share: factor of the loss in the next forward through a pipeline, which computes gradients at once.
     """
 
     def __init__(self, model: nn.Module, registry: Registry) -> None:
@@ -130,7 +129,7 @@ class Gradients:
         return copied
 
     def watch(self) -> None:
-        """Has every backward through the model, or a part of it, complete its gradients; not in a pipeline."""
+        """Makes every backward through the model, or a part of it, complete its gradients. Not for pipelines."""
         if self._is_pipeline:
             return
         for module in self.model.modules():
@@ -140,7 +139,8 @@ class Gradients:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients of several backwards wait for one sum, at the end. In a pipeline every rank must enter.
+        """Context manager: gradients of several backwards are summed once, at the end. In a pipeline every rank must
+        enter.
 
         Communicates: what `complete` does.
         """
@@ -163,17 +163,18 @@ class Gradients:
         self.complete()
 
     def complete(self) -> None:
-        """Sums the gradients that are still partial: of replicated parameters inside regions, of shared heads, of what
-        FSDP2 does not hold, and of what several stages use. Does nothing where none is; every rank of the mesh must
-        call.
+        """Sums the gradients that are still partial: of replicated parameters inside regions, of shared heads, of
+        parameters outside of FSDP2, and of parameters of several stages.
+
+        Does nothing if none is partial. Every rank of the mesh must call it.
 
         Raises:
-            GradientError: a parameter that several stages hold is trained by some of them and not by others.
+            GradientError: only some of the stages that hold a parameter train it.
 
-        Communicates: over tp, one all-reduce of all partial gradients of a dtype together, and one over each group of
-            ranks that share key/value heads; over the data axes, one all-reduce of the gradients FSDP2 has not reduced
-            and of which parameters ranks have used (see [Note: parameters that no rank used]); over each group of
-            stages that hold the same, one; over tp and pp, one of a number for each rank of pp.
+        Communicates: over tp, one all-reduce of all partial gradients of a dtype together, and one per group of ranks
+        that share key/value heads; over the data axes, one all-reduce of the gradients that FSDP2 has not reduced and
+        of the record of used parameters (see [Note: parameters that no rank used]); over each group of stages that
+        share parameters, one; over tp and pp, one of a number per pp rank.
         """
         self.sync_if_partial()
         shape = self.registry.mesh.shape
@@ -183,7 +184,7 @@ class Gradients:
                     parameter.grad = as_local_gradient(parameter.grad, entry)
 
     def sync_if_partial(self) -> None:
-        """Sums like `complete`, and leaves `p.grad` plain: for a caller that reads values alone."""
+        """Calls `complete` if needed, but leaves `p.grad` a plain tensor, for a caller that only reads values."""
         if not self.is_partial:
             return
         self.is_partial = False
@@ -193,17 +194,17 @@ class Gradients:
         self._has_noted = False
 
     def note_trained(self, ranks: Sequence[Sequence[int]]) -> None:
-        """Notes which stages train anything, for the step that begins.
+        """Records which stages train anything, for the step that begins.
 
         Args:
-            ranks: of every rank of pp and tp, whether it trains anything, and its stage's coord.
+            ranks: for every pp and tp rank, whether it trains anything, and its pp coord.
         """
         trained = {stage for is_trained, stage in ranks if is_trained}
         self.registry.idle_stages = tuple(sorted({stage for _, stage in ranks} - trained))
         self._has_noted = True
 
     def _note_idle_stages(self) -> None:
-        """Finds the stages that train nothing: whatever asks gradients of all ranks waits for theirs in vain."""
+        """Finds the stages that train nothing. Code that asks all ranks for gradients would wait for them in vain."""
         group, mesh = self.registry.context.same_rows, self.registry.mesh
         if group is None:
             return
@@ -213,7 +214,7 @@ class Gradients:
         self.registry.idle_stages = tuple(stage for stage, some in enumerate(trained.tolist()) if not some)
 
     def note_change(self) -> None:
-        """Gradients have been added to without a backward: what is known of their values holds no longer."""
+        """Invalidates what is known of the gradients' values, after they were changed without a backward."""
         self.norm = self.is_bad = None
 
     def _watch_output(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -223,7 +224,7 @@ class Gradients:
                     value.register_hook(self._begin)
 
     def _begin(self, gradient: Tensor) -> None:
-        """Runs when a backward reaches the model, as often as it likes."""
+        """Called when a backward reaches the model, possibly several times."""
         task = torch._C._current_graph_task_id()
         if task == self._task or (self.is_deferred and self.is_partial):
             return
@@ -240,7 +241,7 @@ class Gradients:
             Variable._execution_engine.queue_callback(lambda: Variable._execution_engine.queue_callback(self.complete))
 
     def _make_partial(self) -> None:
-        """Makes complete gradients partial again, before more is added to them."""
+        """Scales complete gradients back to partial, before more is added to them."""
         self.norm = self.is_bad = None
         summed = self._find_summed()
         for parameter, entry in summed if not self.is_partial else ():
@@ -252,7 +253,7 @@ class Gradients:
         return self.registry.plan.pipeline is not None
 
     def parameters(self) -> list[tuple[str, nn.Parameter, ParameterEntry | None]]:
-        """The parameters by `find_parameters`, after trained ones that came in later were given entries."""
+        """Parameters of `find_parameters`, after trained parameters that were added later are registered."""
         parameters = list(find_parameters(self.model))
         if any(entry is None and parameter.requires_grad for _, parameter, entry in parameters):
             adopt_parameters(self.model)
@@ -260,7 +261,7 @@ class Gradients:
         return parameters
 
     def _find_summed(self) -> list[tuple[nn.Parameter, ParameterEntry]]:
-        """The parameters whose gradients are summed, as they are stored at rest, each watched."""
+        """The parameters, as stored between steps, whose gradients are summed. Adds a hook to each."""
         summed = []
         for _, parameter, entry in self.parameters():
             if entry is None or not entry.needs_sum:
@@ -286,7 +287,7 @@ class Gradients:
 
 
 def _check_accumulated(parameter: nn.Parameter, entry: ParameterEntry) -> None:
-    """Raises where the backward under way hands out the parameter's gradient, before ranks have summed it."""
+    """Raises if `torch.autograd.grad` would return the parameter's gradient before ranks have summed it."""
     try:
         torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
     except RuntimeError:  # torch's answer for a leaf whose gradient is handed out
@@ -298,9 +299,9 @@ def _check_accumulated(parameter: nn.Parameter, entry: ParameterEntry) -> None:
 
 
 def track_gradients(model: nn.Module, registry: Registry) -> Gradients:
-    """Has gradients of a split model be complete whenever a backward has returned.
+    """Makes gradients of a split model complete whenever a backward has returned.
 
-    Communicates: nothing; see `Gradients.complete` for what backward does from here on.
+    Communicates: nothing; `Gradients.complete` lists the communication of later backwards.
     """
     note_inputs(model, registry.plan)
     gradients = model.__dict__[_ATTRIBUTE] = Gradients(model, registry)
@@ -309,10 +310,10 @@ def track_gradients(model: nn.Module, registry: Registry) -> Gradients:
 
 
 def gradients_of(model: nn.Module) -> Gradients:
-    """The state of a split model's gradients; `model` may be a wrapper around it, whose parameters then belong to it.
+    """State of a split model's gradients. `model` may be a wrapper, whose parameters then belong to it too.
 
     Raises:
-        LayoutError: the model was never given to `shardwise.load` or `shardwise.parallelize`.
+        LayoutError: the model was not split by `shardwise.load` or `shardwise.parallelize`.
     """
     root = registry_of(model).model()
     gradients: Gradients | None = root.__dict__.get(_ATTRIBUTE) if root is not None else None

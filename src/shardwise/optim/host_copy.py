@@ -1,4 +1,4 @@
-"""Values on their way from the device to the host, which nobody stops for."""
+"""Asynchronous copies from the device to the host."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["HostCopy"]
 
 
 class HostCopy:
-    """A tensor that is copied to the host when the device has computed it, while both go on.
+    """A tensor that is copied to the host asynchronously.
 
     Args:
-        value: as it is on the device's queue now; of any shape.
+        value: tensor of any shape, as it is at this point of the device's queue.
     """
 
     def __init__(self, value: Tensor) -> None:
@@ -28,7 +28,7 @@ class HostCopy:
         self._event.record()
 
     def read(self) -> Any:
-        """The numbers, as Python has them; waits until they have come, for nothing after them."""
+        """The numbers as Python values; waits only for the copy."""
         if self._event is not None:
             self._event.synchronize()
         return self._host.numpy().tolist()

@@ -1,12 +1,11 @@
-"""Steps whose gradients are infinite or NaN: left out or an error, on all ranks alike.
+"""Steps with infinite or NaN gradients: skipped or an error, on all ranks alike.
 
 # [Note: left out on the device]
-To ask a GPU whether a norm is finite waits for all that it was given to do. The fused optimizers of torch take the
-answer as a tensor, `found_inf`, and leave parameters and states as they are where it says so, and float16's loss scale
-is halved or doubled there. So the host reads nothing before its next step, for which the device has its work by then.
-Where such a step is an error, all steps behind it are left out, too: when the host knows, the weights are still those
-before it. Other optimizers wait for the answer, one read a step: to take their updates back, parameters and states
-would be copied before every step (docs/decisions/0031).
+Asking a GPU whether a norm is finite waits for all of its work. torch's fused optimizers accept the answer as a tensor,
+`found_inf`, and change neither parameters nor states if it is set; the float16 loss scale is updated on the device too.
+So the host reads nothing until its next step. If such a step should raise, all later steps are skipped too: when the
+host learns of it, the weights are still those before the bad step. Other optimizers wait for the answer, one read per
+step; undoing their updates would need a copy of parameters and states before every step (docs/decisions/0031).
 """
 
 from __future__ import annotations
@@ -28,13 +27,15 @@ __all__ = ["check_finite_before_step", "check_steps"]
 
 
 def check_finite_before_step(model: nn.Module, gradients: Gradients, optimizer: torch.optim.Optimizer) -> None:
-    """Before a step of `optimizer`: raises, drops the gradients, or has the device leave the step out, where some
-    gradient is infinite or NaN on any rank; see `Precision`.
+    """Raises, drops the gradients, or skips the step on the device, if a gradient is infinite or NaN on any rank; see
+    `Precision`.
+
+    Called before a step of `optimizer`.
 
     Raises:
-        GradientError: there is one, or was one at the step before, and the policy is to raise.
+        GradientError: a gradient is, or was at the step before, and the policy is to raise.
 
-    Communicates: the norm's all-reduce, where `clip_grad_norm_` has not just done it.
+    Communicates: the norm's all-reduce, unless `clip_grad_norm_` has just done it.
     """
     precision, scale = gradients.registry.precision, gradients.loss_scale
     if precision is None or (precision.nonfinite == "ignore" and scale is None):
@@ -69,11 +70,11 @@ def check_finite_before_step(model: nn.Module, gradients: Gradients, optimizer: 
 
 
 def check_steps(model: nn.Module) -> Gradients:
-    """The state of a model's gradients, if no step that the device has left out was to be an error; see [Note: left out
-    on the device].
+    """State of a model's gradients, after a check that no step skipped on the device should have raised; see [Note:
+    left out on the device].
 
     Raises:
-        GradientError: as said, on all ranks alike; told once.
+        GradientError: one should have; on all ranks alike, once.
     """
     gradients = gradients_of(model)
     late, gradients.pending_fault = gradients.pending_fault, None

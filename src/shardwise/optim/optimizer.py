@@ -41,33 +41,33 @@ def build_optimizer(
     elementwise: bool = False,
     **options: Any,
 ) -> torch.optim.Optimizer:
-    """An optimizer over the parameters of a split model that require gradients.
+    """Builds an optimizer over the trained parameters of a split model.
 
-    Elementwise optimizers (SGD, Adam and their kin) update a part exactly as they would the full parameter. State is
-    stored with its parameter. Those that have a fused form in torch take it, unless another is asked for, and step over
-    the plain tensors in what FSDP2 holds.
+    Elementwise optimizers (SGD, Adam and similar ones) update a part exactly like the full parameter. State is stored
+    with its parameter. Optimizers with a fused implementation in torch use it, unless another is requested, and step
+    over plain local tensors.
 
     Args:
-        groups: options for some of the parameters, over the general ones. Either rules, of which the first that fits a
-            parameter holds: `[{"max_dims": 1, "weight_decay": 0.0}, {"params": "model.layers.0.**", "lr": 1e-5}]`,
-            where `max_dims` 1 means vectors and scalars, and `params` is a pattern of names or several; or a function
-            of name and parameter that returns the options.
-        elementwise: whether a class that is not torch's is taken to update every element by itself, alike on ranks that
-            hold the same; by default it is tried on tiny tensors.
-        options: its keyword arguments (`lr`, `weight_decay`, …).
+        groups: options for some of the parameters, overriding the general ones. Either rules, of which the first that
+            matches a parameter applies: `[{"max_dims": 1, "weight_decay": 0.0}, {"params": "model.layers.0.**", "lr":
+            1e-5}]`, where `max_dims` 1 means vectors and scalars, and `params` is one or several patterns of names; or
+            a function of name and parameter that returns the options.
+        elementwise: declare that a class that is not torch's updates every element by itself, alike on ranks with equal
+            copies. Default: the class is tried on tiny tensors.
+        options: keyword arguments of the class (`lr`, `weight_decay`, …).
 
     Returns:
-        The optimizer. Its `step`, after its closure if it is given one, minds `Precision.nonfinite`.
+        The optimizer. Its `step`, after its closure if there is one, applies `Precision.nonfinite`.
 
     Raises:
         TypeError: `optimizer_class` is no optimizer class, or does not take the options.
-        ConfigError: a rule names no parameter, or does not say which.
-        UnsupportedError: the class does not update parts of parameters as it would update full ones (Muon, Adafactor),
-            or cannot update what FSDP2 holds (Rprop), or dense gradients (SparseAdam).
+        ConfigError: a rule matches no parameter, or does not say which parameters it is for.
+        UnsupportedError: the class does not update parts of parameters like full ones (Muon, Adafactor), or does not
+            support what FSDP2 shards (Rprop), or dense gradients (SparseAdam).
         LayoutError: the model is not split by Shardwise.
 
-    Communicates: nothing itself; with a `Precision`, unless `clip_grad_norm_` has just done so, `step` all-reduces one
-        value over all ranks.
+    Communicates: nothing itself; with a `Precision`, `step` all-reduces one value over all ranks, unless
+    `clip_grad_norm_` has just done so.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise TypeError(f"optimizer_class must be a torch.optim.Optimizer class, got {optimizer_class!r}")
@@ -88,14 +88,14 @@ def build_optimizer(
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Has every torch optimizer of this process that holds parameters of a split model, whoever built it, update them
-    as it would update the full ones, or refuse to. Other optimizers are left alone.
+    """Registers a hook on all torch optimizers of this process. One that holds parameters of a split model updates them
+    like full parameters, or raises. Other optimizers are not affected.
     """
     register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """What comes before a step: after its closure has made the gradients, if there is one."""
+    """Checks before a step, after its closure (if any) has computed the gradients."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     models = _known_models(optimizer, parameters)
     if models is None:
@@ -119,7 +119,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
 
 
 def _known_models(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[nn.Module] | None:
-    """What `_look_at` found for the same parameters before; None where these are others, or a model is gone."""
+    """Cached result of `_look_at` for the same parameters; None if they have changed, or a model is gone."""
     known = optimizer.__dict__.get(KNOWN)
     if known is None or known[0] != list(map(id, parameters)):
         return None
@@ -128,8 +128,9 @@ def _known_models(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]
 
 
 def _look_at(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[nn.Module]:
-    """The split models whose parameters an optimizer holds; raises where it would update them differently from the full
-    ones.
+    """The split models whose parameters an optimizer holds.
+
+    Raises if it would update them differently from full ones.
     """
     entries = {id(entry.registry): entry for parameter in parameters if (entry := entry_of(parameter)) is not None}
     # A stage of a pipeline may have nothing to train, and takes part in what all ranks decide.
@@ -154,13 +155,13 @@ def _look_at(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> 
 
 
 def _guard_state(optimizer: torch.optim.Optimizer) -> None:
-    """Makes `state_dict()` refuse from the first step on: before it, there is no state."""
+    """Makes `state_dict()` raise from the first step on. Before it there is no state."""
     if _refuse_state not in optimizer._optimizer_state_dict_pre_hooks.values():
         optimizer.register_state_dict_pre_hook(_refuse_state)
 
 
 def local_state_of(optimizer: torch.optim.Optimizer) -> Any:
-    """`state_dict()` with this rank's parts, for whoever saves and loads rank by rank."""
+    """`state_dict()` with this rank's parts, for code that saves and loads per rank."""
     hooks = optimizer._optimizer_state_dict_pre_hooks
     guards = {key: hooks.pop(key) for key in [key for key, hook in hooks.items() if hook is _refuse_state]}
     try:
@@ -185,9 +186,7 @@ def _finish(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> No
 
 
 def _describe(optimizer: torch.optim.Optimizer) -> str:
-    """Class and options, the same for the same updates, as far as they are numbers and words: tensors are not read,
-    and other objects look different in every process.
-    """
+    """Class and options as text, equal for equal updates. Tensors are not read, and other objects are left out."""
     options = [
         {name: group[name] for name in optimizer.defaults if _is_plain(group.get(name))}
         for group in optimizer.param_groups
@@ -202,7 +201,7 @@ def _is_plain(option: Any) -> bool:
 
 
 def _check_kept_wide(parameters: Iterable[Tensor]) -> None:
-    """Raises where a parameter is trained that was frozen when the model was split."""
+    """Raises if a parameter is trained that was frozen when the model was split."""
     entries = (entry for each in parameters if each.requires_grad and (entry := entry_of(each)) is not None)
     for entry in entries:
         if (dtype := entry.registry.frozen.get(entry.fqn)) is not None:
@@ -214,7 +213,7 @@ def _check_kept_wide(parameters: Iterable[Tensor]) -> None:
 
 
 def _check_known(parameters: Iterable[Tensor], models: Sequence[nn.Module]) -> None:
-    """Raises where there are parameters that no split model knows, and several data ranks."""
+    """Raises if parameters are in no split model, and there are several data ranks."""
     untracked = [tuple(each.shape) for each in parameters if each.requires_grad and entry_of(each) is None]
     if untracked and any(gradients_of(model).registry.mesh.data_size > 1 for model in models):
         raise UnsupportedError(
@@ -226,7 +225,7 @@ def _check_known(parameters: Iterable[Tensor], models: Sequence[nn.Module]) -> N
 
 
 def _check_at_rest(parameters: Iterable[Tensor], models: Iterable[nn.Module]) -> None:
-    """Raises where there are parameters that were gathered when the optimizer was built."""
+    """Raises if parameters were gathered when the optimizer was built."""
     roots = [root for model in models for root in (model, *registry_of(model).stage_roots.values())]
     gathered = {parameter for root in roots for parameter in gathered_parameters(root)}
     found = [entry.fqn for each in parameters if each in gathered and (entry := entry_of(each)) is not None]
@@ -241,8 +240,8 @@ def _check_at_rest(parameters: Iterable[Tensor], models: Iterable[nn.Module]) ->
 def _grouped(
     trained: Mapping[str, Tensor], groups: Groups, others: Mapping[str, tuple[int, ...]]
 ) -> list[dict[str, Any]]:
-    """Parameter groups: by options, and apart what FSDP2 holds from what it does not, since foreach optimizers cannot
-    update both in one sweep.
+    """Parameter groups by options. Parameters in and outside of FSDP2 get separate groups, since foreach optimizers
+    cannot mix them.
     """
     choose = groups if callable(groups) else _Rules(groups, trained, others)
     found: dict[Any, dict[str, Any]] = {}
@@ -254,7 +253,7 @@ def _grouped(
 
 
 def groups_of(parameters: Any) -> list[dict[str, Any]]:
-    """Parameters, or groups of them, as torch's optimizers take them: as groups, each with a list of parameters."""
+    """Converts the parameters argument of torch's optimizers to groups, each with a list of parameters."""
     given: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     groups: list[Any] = given if given and isinstance(given[0], Mapping) else [{"params": given}]
     listed = ([each["params"]] if isinstance(each["params"], Tensor) else list(each["params"]) for each in groups)
@@ -262,20 +261,20 @@ def groups_of(parameters: Any) -> list[dict[str, Any]]:
 
 
 def model_under(optimizer: torch.optim.Optimizer) -> nn.Module | None:
-    """The split model whose parameters an optimizer updates; None where it is over no such model."""
+    """The split model whose parameters an optimizer updates; None if there is none."""
     parameters = (each for group in optimizer.param_groups for each in group["params"])
     entry = next((entry for each in parameters if (entry := entry_of(each)) is not None), None)
     return None if entry is None else entry.registry.model()
 
 
 def divided_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
-    """As `groups_of`, of those that are trained: apart what FSDP2 holds from what it does not, as above.
+    """`groups_of` with only the trained parameters. Parameters in and outside of FSDP2 get separate groups.
 
     Args:
-        parameters: with their names, too (`named_parameters()`), which are left out.
+        parameters: may be pairs with names (`named_parameters()`); names are dropped.
 
     Raises:
-        ConfigError: they are none.
+        ConfigError: the argument holds no parameters.
     """
     check_kind("the parameters of an optimizer", parameters, Iterable, fix="pass model.parameters(), or groups of them")
     found = []
@@ -290,12 +289,14 @@ def divided_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def check_class(given: Any) -> None:
-    """Raises `ConfigError` where this makes no optimizer: it is one, a name, or anything else that cannot be called."""
+    """Raises `ConfigError` if `given` is no optimizer class: an instance, a name, or anything else that cannot be
+    called.
+    """
     check_kind("the class of an optimizer", given, Callable, fix="pass it as torch.optim.AdamW, its options by name")
 
 
 class _Rules:
-    """The options of the first rule that fits a parameter."""
+    """Returns the options of the first rule that matches a parameter."""
 
     def __init__(
         self, rules: Sequence[Mapping[str, Any]], trained: Mapping[str, Tensor], others: Mapping[str, tuple[int, ...]]

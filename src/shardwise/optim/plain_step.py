@@ -1,8 +1,7 @@
-"""torch's Adam and AdamW over plain tensors: those in `DTensor`s, and in gradients that answer for the full ones.
+"""torch's Adam and AdamW over plain local tensors, instead of `DTensor`s and sharded gradients.
 
-An operation on `DTensor`s decides in Python, for every tensor, what to do with its parts. Elementwise optimizers update
-parts as they would update full tensors, so a step is given the parts. Groups and states hold parameters and tensors of
-their form.
+An operation on `DTensor`s costs Python time for every tensor. Elementwise optimizers update parts like full tensors, so
+a step gets the local parts. Groups and states keep parameters and tensors of their form.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _HOW = ("foreach", "fused", "capturable", "differentiable")
 
 class _PlainStep(torch.optim.Adam):
     def _init_group(self, group: Any, *lists: list[Any]) -> Any:
-        """Torch's lists of parameters, gradients and states for a step, with local tensors in place of others."""
+        """Torch's lists of parameters, gradients and states for a step, with local tensors."""
         has_complex = super()._init_group(group, *lists)
         for values in lists:
             values[:] = [local_part(x) if isinstance(x, DTensor | LocalGradient) else x for x in values]  # type: ignore[arg-type]
@@ -50,26 +49,26 @@ def _new(optimizer_class: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
 
 
 def stepping_class(optimizer_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """The class that steps over plain tensors in place of torch's Adam or AdamW; any other class itself."""
+    """The class that replaces torch's Adam or AdamW to step over plain tensors; returns other classes unchanged."""
     stepping: type[torch.optim.Optimizer] = _STEPPING.get(optimizer_class, optimizer_class)
     return stepping
 
 
 def class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    """The class that an optimizer was asked for: torch's in place of one that steps over plain tensors."""
+    """The class that the user asked for: torch's, if the optimizer's class replaces it."""
     kind = type(optimizer)
     return next((asked for asked, stepping in _STEPPING.items() if kind is stepping), kind)
 
 
 def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that updates: the one inside of torch's `ZeroRedundancyOptimizer`, or `optimizer` itself."""
+    """The optimizer that updates: the one inside torch's `ZeroRedundancyOptimizer`, or `optimizer` itself."""
     inner = getattr(optimizer, "optim", None)
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def can_skip_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Whether a step of the optimizer is skipped where a scalar on `device` says so: the same on all ranks, also on
-    those to which ZeRO gives no parameters.
+    """Whether a scalar on `device` can skip a step of the optimizer. The same on all ranks, including those to which
+    ZeRO assigns no parameters.
     """
     optimizer = inner_of(optimizer)
     return (
@@ -82,7 +81,7 @@ def can_skip_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -
 
 
 def skip_step_on_device(optimizer: Any, is_left_out: Tensor) -> None:
-    """Has the optimizer's next step change nothing where the float32 scalar `is_left_out` is 1."""
+    """Makes the optimizer's next step change nothing if the float32 scalar `is_left_out` is 1."""
     optimizer = inner_of(optimizer)
     known = optimizer.__dict__.get("found_inf")  # of another model of its
     optimizer.found_inf = is_left_out if known is None else torch.maximum(known, is_left_out)
@@ -97,10 +96,10 @@ def _forget(optimizer: Any, *_: Any) -> None:
 def with_fused(
     optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], parameters: Sequence[Tensor]
 ) -> dict[str, Any]:
-    """`options`, with torch's fused form, which makes no temporary tensors, for Adam and AdamW.
+    """`options` with torch's fused implementation, which allocates no temporary tensors, for Adam and AdamW.
 
-    On CPUs it rounds the last few elements of a tensor differently from the others. So parameters of which several tp
-    ranks hold the same elements, perhaps in other places of their parts, have another there: copies stay equal.
+    On CPUs the fused form rounds the last few elements of a tensor differently. If several tp ranks hold copies of a
+    parameter, perhaps at other positions, the option is another one there, so that copies stay equal.
     """
     asked = any(name in options for name in _HOW) or isinstance(options.get("lr"), Tensor)
     entries = [entry for parameter in parameters if (entry := entry_of(parameter)) is not None]

@@ -1,4 +1,4 @@
-"""The sums that complete gradients, over tp, the data axes and stages, and when FSDP2 makes its own."""
+"""Sums that complete gradients over tp, the data axes and stages, and the timing of FSDP2's reductions."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ Value = TypeVar("Value")
 
 
 class _Summand:
-    """A parameter's gradient on its way through the sums.
+    """A parameter's gradient during the sums.
 
     # [Note: gradients that some ranks lack]
-    An expert that none of this rank's tokens chose has no gradient here and one elsewhere. The layout alone decides
-    what is summed, so that ranks sum the same: zeros stand for a missing gradient, and a flag travels with every
-    gradient, one where it exists. Where the flags add up to zero no rank has the gradient, and it stays None as in the
-    unsplit model: an optimizer must not decay it. Only a rank that lacks a gradient reads the sums.
+    An expert that none of this rank's tokens chose has no gradient here, but may have one on another rank. The layout
+    alone decides what is summed, so that all ranks sum the same tensors. Zeros replace a missing gradient, and a flag
+    per gradient counts the ranks that have it. If the sum of the flags is zero, no rank has the gradient, and it stays
+    None as in the unsplit model: an optimizer must not decay it. Only a rank without a gradient reads the sums.
 
     Attributes:
-        local: this rank's gradient, zeros where it is missing; afterwards the sum.
+        local: this rank's gradient, zeros if it is missing; afterwards the sum.
         present: `[1]`, the number of ranks that have the gradient.
     """
 
@@ -60,14 +60,14 @@ def _summands(parameters: Sequence[tuple[nn.Parameter, ParameterEntry]]) -> list
 
 
 def _flags(values: Sequence[bool], *, like: Tensor) -> Tensor:
-    """A one for every true value, a zero for the others, `[n]`. Does not wait for the device."""
+    """Ones for true values, zeros for others, `[n]`. Does not synchronize with the device."""
     if all(values):
         return like.new_ones(len(values))
     return torch.tensor(values, dtype=like.dtype).to(like.device, non_blocking=True)
 
 
 def _by_kind(values: Sequence[Value], tensors: Sequence[Tensor]) -> dict[Any, list[Value]]:
-    """Values in groups whose `tensors` have one dtype and one device."""
+    """Groups values whose `tensors` have one dtype and one device."""
     groups: dict[Any, list[Value]] = {}
     for value, tensor in zip(values, tensors, strict=True):
         groups.setdefault((tensor.dtype, tensor.device), []).append(value)
@@ -76,16 +76,16 @@ def _by_kind(values: Sequence[Value], tensors: Sequence[Tensor]) -> dict[Any, li
 
 @torch.no_grad()
 def complete_gradients(parameters: Sequence[tuple[nn.Parameter, ParameterEntry]], registry: Registry) -> None:
-    """Sums the gradients of these parameters over all ranks that hold parts of them, and takes away those that FSDP2
+    """Sums the gradients of these parameters over all ranks that hold parts of them. Removes zero gradients that FSDP2
     made for parameters that no rank has used (see [Note: parameters that no rank used]).
 
     Raises:
-        GradientError: a parameter that several stages hold is trained by some of them and not by others.
-        UnsupportedError: a parameter is trained that no trial of a derived plan has used.
+        GradientError: only some of the stages that hold a parameter train it.
+        UnsupportedError: a trained parameter was used by no trial of a derived plan.
 
-    Communicates: over the data axes, one all-reduce of what FSDP2 has not reduced and of which parameters were used;
-        over tp, one of all partial gradients of a dtype together, and one over each group of ranks that share
-        key/value heads; over each group of stages that hold the same, one.
+    Communicates: over the data axes, one all-reduce of the gradients that FSDP2 has not reduced and of the record of
+    used parameters; over tp, one of all partial gradients of a dtype together, and one per group of ranks that share
+    key/value heads; over each group of stages that share parameters, one.
     """
     summands = _summands(parameters)
     _sum_over_data([each for each in summands if each.entry.data is DataHandling.ALL_REDUCE], registry)
@@ -110,7 +110,9 @@ def complete_gradients(parameters: Sequence[tuple[nn.Parameter, ParameterEntry]]
 
 
 def _give_to_lacking(summands: Sequence[_Summand]) -> None:
-    """Gives parameters without a gradient here the sum, where another rank has one. Reads the device once a dtype."""
+    """Sets the gradient of parameters without one here to the sum, if another rank has one. Reads the device once per
+    dtype.
+    """
     for same in _by_kind(summands, [each.local for each in summands]).values():
         for each, count in zip(same, torch.cat([each.present for each in same]).tolist(), strict=True):
             if count:
@@ -118,7 +120,7 @@ def _give_to_lacking(summands: Sequence[_Summand]) -> None:
 
 
 def _refuse_unproved(summands: Sequence[_Summand]) -> None:
-    """Raises where a gradient has come to a parameter inside of a split region that no trial of the plan has used."""
+    """Raises if a parameter inside of a split region has a gradient although no trial of the plan has used it."""
     planned = {each.entry.fqn: each.entry.registry.plan.parameters.get(each.entry.fqn) for each in summands}
     names = [
         each.entry.fqn
@@ -136,7 +138,7 @@ def _refuse_unproved(summands: Sequence[_Summand]) -> None:
 
 
 def _sum_over_data(reduced: Sequence[_Summand], registry: Registry) -> None:
-    """Sums what FSDP2 does not hold, and settles what it holds and no rank has used."""
+    """Sums the gradients outside of FSDP2, and removes those in FSDP2 that no rank has used."""
     group, uses = registry.mesh.group(*DATA_AXES), registry.uses
     parts = [part for each in reduced for part in (each.local, each.present)]
     if group is not None and uses.has_reduced:
@@ -151,7 +153,7 @@ def _sum_over_data(reduced: Sequence[_Summand], registry: Registry) -> None:
 
 
 def _sum_over_stages(stages: tuple[int, ...], summands: Sequence[_Summand], registry: Registry) -> None:
-    """Sums what the stages at these coords of pp hold together. All of them come, also where gradients are missing."""
+    """Sums the gradients of parameters that the stages at these pp coords share. All of these stages call it."""
     group = registry.mesh.subgroup("pp", (stages,))
     trained = [_flags([each.parameter.requires_grad], like=each.local) for each in summands]
     _sum_together([part for each in summands for part in (each.local, each.present)] + trained, group)
@@ -165,7 +167,7 @@ def _sum_over_stages(stages: tuple[int, ...], summands: Sequence[_Summand], regi
 
 
 def _sum_together(parts: Sequence[Tensor], group: Group | None) -> None:
-    """Sums every tensor over `group` in place, in one collective a dtype and device."""
+    """Sums every tensor over `group` in place, in one collective per dtype and device."""
     if group is None:
         return
     for same in _by_kind(parts, parts).values():
@@ -177,7 +179,7 @@ def _sum_together(parts: Sequence[Tensor], group: Group | None) -> None:
 
 @torch.no_grad()
 def scale_back_to_partial(parameter: Tensor, entry: ParameterEntry) -> None:
-    """Scales a gradient that was summed back to this rank's share, so that more can be added and summed with it."""
+    """Scales a summed gradient back to this rank's share, so that more can be added and summed with it."""
     if parameter.grad is None:
         return
     registry, gradient = entry.registry, local_part(parameter.grad)
@@ -193,11 +195,12 @@ def scale_back_to_partial(parameter: Tensor, entry: ParameterEntry) -> None:
 
 @torch.no_grad()
 def average_gradients(parameters: Iterable[Tensor], mesh: Mesh) -> None:
-    """Makes the gradients the means over the data ranks, in place. Those of models that Shardwise knows are already.
+    """Averages the gradients of unregistered models over the data ranks, in place. Those of registered models already
+    are.
 
-    Every rank must pass the same parameters; one without a gradient here counts zeros, and has one afterwards.
+    Every rank must pass the same parameters. A missing gradient counts as zeros, and exists afterwards.
 
-    Communicates: over the data axes, one all-reduce a dtype.
+    Communicates: over the data axes, one all-reduce per dtype.
     """
     group = mesh.group(*DATA_AXES)
     if group is None:
@@ -216,27 +219,27 @@ def average_gradients(parameters: Iterable[Tensor], mesh: Mesh) -> None:
 
 @torch.no_grad()
 def multiply_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
-    """Multiplies what this rank holds of every gradient.
+    """Multiplies this rank's part of every gradient by `factor`.
 
     Args:
-        parameters: as they are at rest, and optimizers hold them: between forward and backward the modules may have
-            others, which FSDP2 has gathered.
+        parameters: the sharded parameters that optimizers hold. Between forward and backward modules may hold gathered
+            ones instead.
     """
     gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     multiply(gradients, factor)
 
 
 def multiply(values: Sequence[Tensor], factor: float | Tensor) -> None:
-    """Multiplies plain tensors in place, of any dtypes, on any devices."""
+    """Multiplies plain tensors of any dtypes and devices in place."""
     for (_, device), same in _by_kind(values, values).items():
         torch._foreach_mul_(same, factor.to(device) if isinstance(factor, Tensor) else factor)
 
 
 def time_reduction(registry: Registry, *, is_last: bool) -> None:
-    """Tells FSDP2 what the next backward reduces and frees, by `FsdpPolicy.zero_stage`.
+    """Sets what FSDP2 reduces and frees in the next backward, by `FsdpPolicy.zero_stage`.
 
     Args:
-        is_last: whether it is the last one of a step.
+        is_last: whether it is the last backward of a step.
     """
     root: Any = registry.data_root
     if root is None:

@@ -1,1 +1,1 @@
-"""What is known of a split model's parameters: their entries, their full tensors, their replicas."""
+"""Facts about a split model's parameters: their entries, full tensors and replicas."""

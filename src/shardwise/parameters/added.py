@@ -1,4 +1,4 @@
-"""Parameters that come into a model, or a wrapper around it, after it was split: what their gradients are."""
+"""Parameters that are added to a split model, or to a wrapper around it, after the split."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ _INPUT = "_shardwise_input"
 
 
 def note_inputs(model: nn.Module, plan: SplitPlan) -> None:
-    """Marks what every module computes with: "split" features or heads, a "part" of the sequence, or "full" tensors.
-    Parameters that are put into it later compute with the same.
+    """Records the input of every module: "split" features or heads, a "part" of the sequence, or "full" tensors.
+
+    Parameters that are added to the module later have the same input.
     """
     split = {plan.head, *plan.modules, *(region.fqn for region in plan.regions)}
     sequence = plan.sequence
@@ -43,11 +44,11 @@ def note_inputs(model: nn.Module, plan: SplitPlan) -> None:
 
 
 def adopt_parameters(model: nn.Module) -> None:
-    """Gives every trained parameter without an entry one: every rank holds all of it, as every rank computes with it.
+    """Registers every trained parameter without an entry, as replicated on every rank.
 
     Raises:
-        UnsupportedError: one is in a module that computes with a rank's own heads or features, or in a pipeline:
-            nothing says what it is, or whose.
+        UnsupportedError: the parameter is in a module that computes with a rank's own heads or features, or in a
+            pipeline, so its split or stage is unknown.
         LayoutError: it has replaced one of two tied parameters.
     """
     registry, inputs = registry_of(model), {"": "full"}

@@ -1,4 +1,4 @@
-"""Assignments to `data` of parameters of which ranks hold parts: taken, or an error in words."""
+"""Assignments to `data` of parameters of which ranks hold parts: accepted, or an error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DATA: Any = Tensor.data
 
 
 class _AssignedDTensor(DTensor):
-    """A parameter that takes the parts of a `DTensor` assigned to `data`: torch would go on with what it had."""
+    """A `DTensor` parameter that accepts a `DTensor` assigned to `data`. torch would keep the old values."""
 
     def _get_data(self) -> Any:
         return _DATA.__get__(self)
@@ -40,7 +40,7 @@ class _AssignedDTensor(DTensor):
     data = property(_get_data, _set_data)
 
     def detach(self) -> Any:
-        """Torch's, of the same class, as `nn.Parameter` demands."""
+        """Like torch, but of the same class, as `nn.Parameter` requires."""
         value = super().detach()
         value.__class__ = type(self)
         return value
@@ -54,14 +54,14 @@ class _AssignedDTensor(DTensor):
 
 
 def take_assignments(parameter: Any) -> None:
-    """Has a `DTensor` take what is assigned to its `data`, or raise."""
+    """Makes a `DTensor` parameter accept assignments to its `data`, or raise."""
     if type(parameter) is DTensor:
         parameter.__class__ = _AssignedDTensor
 
 
 def check_assignments(model: nn.Module) -> None:
-    """Has parameters of a split model take what is assigned to their `data`, or raise: over the data axes at once, over
-    tp alone when the model is next called in training.
+    """Checks assignments to `data` of a split model's parameters: with data axes immediately, with only tp at the next
+    training forward.
     """
     entries = []
     for _, parameter, entry in find_parameters(model):

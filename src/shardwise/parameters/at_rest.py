@@ -12,7 +12,9 @@ __all__ = ["forget_unreduced", "reshard"]
 
 
 def reshard(model: nn.Module) -> None:
-    """Has FSDP2 free what a forward without backward has left gathered: `parameters()` are then those at rest."""
+    """Makes FSDP2 free parameters that a forward without backward has left gathered. `parameters()` then lists the
+    sharded ones.
+    """
     for root in (model, *registry_of(model).stage_roots.values()):
         for module in walk_modules(root).modules:
             if isinstance(module, FSDPModule):
@@ -20,6 +22,6 @@ def reshard(model: nn.Module) -> None:
 
 
 def forget_unreduced(model: nn.Module) -> None:
-    """Drops gradients that FSDP2 keeps for a later backward to reduce with its own: no `.grad` shows them."""
+    """Drops gradients that FSDP2 keeps for a later backward to reduce. They are in no `.grad`."""
     for root in (model, *registry_of(model).stage_roots.values()):
         drop_unreduced(root)

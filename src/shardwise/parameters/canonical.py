@@ -1,4 +1,4 @@
-"""Between local and canonical tensors: what leaves a split model is canonical, what enters it is split."""
+"""Converts between local and canonical (full) tensors."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ _TOGETHER_BYTES = 2**20
 
 
 def state_names(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor | None]:
-    """Every parameter and persistent buffer by name, in the order of `state_dict()`, as this rank stores them; of
-    modules that have several names one name, with `remove_duplicate`. None where another stage holds it: names and
-    order are the same on every rank.
+    """Every parameter and persistent buffer by name, in the order of `state_dict()`, as this rank stores it.
+
+    The value is None if another stage holds it, so names and order are the same on every rank. With `remove_duplicate`,
+    modules with several names occur once.
     """
     found: dict[str, Tensor | None] = {}
     for name, module in model.named_modules(remove_duplicate=remove_duplicate):
@@ -62,7 +63,7 @@ def state_names(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str,
 
 
 def computed_buffer(name: str, value: Tensor, registry: Registry) -> Tensor:
-    """A persistent buffer as the stage of a pipeline has it that computes with it; every rank holds all of them.
+    """A persistent buffer with the value of the pipeline stage that computes with it. Every rank holds all buffers.
 
     Communicates: over pp, one broadcast.
     """
@@ -84,14 +85,14 @@ def state_tensors(model: nn.Module) -> dict[str, Tensor]:
 def canonical_tensors(
     model: nn.Module, values: Mapping[str, Tensor], *, rank0_only: bool = False
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """The full tensors that `values` are this rank's parts of, in the model's order: those of every parameter of which
-    some stage has one, on every rank.
+    """Yields full tensors, in the model's order, from the ranks' parts `values`; for parameters of any stage, on every
+    rank.
 
     Args:
         values: parameters that this rank holds, or their gradients, by the names of `find_parameters`.
 
-    Communicates: over pp, one gather of the names; then as `canonical_tensor`, but what small tensors that follow each
-        other exchange over an axis is one collective.
+    Communicates: over pp, one gather of the names; then like `canonical_tensor`, but consecutive small tensors share
+    one collective per axis.
     """
     mesh = registry_of(model).mesh
     dtypes = dtypes_of(values, mesh)
@@ -103,7 +104,7 @@ def canonical_tensors(
 
 
 def dtypes_of(values: Mapping[str, Tensor], mesh: Mesh) -> dict[str, torch.dtype]:
-    """The dtypes of the values that any stage has by their names. Communicates: over pp, one gather of them."""
+    """Dtypes by name of the values that any stage has. Communicates: over pp, one gather of them."""
     own = {name: value.dtype for name, value in values.items()}
     return {name: dtype for each in all_gather_objects(own, mesh.group("pp")) for name, dtype in each.items()}
 
@@ -111,24 +112,23 @@ def dtypes_of(values: Mapping[str, Tensor], mesh: Mesh) -> dict[str, torch.dtype
 def canonical_tensor(
     local: Tensor | None, layout: Layout, mesh: Mesh, *, rank0_only: bool = False, dtype: torch.dtype | None = None
 ) -> Tensor | None:
-    """The full tensor that `local` is this rank's part of, on the CPU; None where `rank0_only` and this is another
-    rank.
+    """The full tensor, on the CPU, of which `local` is this rank's part; None with `rank0_only` on other ranks.
 
     Args:
-        local: None where other stages hold the tensor.
-        dtype: of the tensor, where other stages do.
+        local: None if other stages hold the tensor.
+        dtype: dtype of the tensor, if other stages hold it.
 
     Communicates: over each axis that splits the tensor, the last step's first, one all-gather of the padded parts; over
-        pp, one broadcast from the first stage that holds it.
+    pp, one broadcast from the first stage that holds it.
     """
     return _full_tensors([Part(local, layout, dtype)], mesh, rank0_only=rank0_only)[0]
 
 
 def full_value(value: Tensor) -> Tensor:
-    """On the CPU, the full tensor that a parameter of a split model, its gradient or a DTensor is a part of; any other
-    tensor itself.
+    """The full tensor, on the CPU, of a split model's parameter, its gradient or a DTensor; other tensors are returned
+    unchanged.
 
-    Communicates: as `canonical_tensor`.
+    Communicates: like `canonical_tensor`.
     """
     entry = entry_of(value)
     if entry is not None:
@@ -139,7 +139,7 @@ def full_value(value: Tensor) -> Tensor:
 
 
 def _batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Names that follow each other, of at most so many bytes together, or one."""
+    """Yields consecutive names of at most a fixed number of bytes together, or single names."""
     batch: list[str] = []
     total = 0
     for name, size in sizes.items():
@@ -153,7 +153,7 @@ def _batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 
 
 def _full_tensors(parts: Sequence[Part], mesh: Mesh, *, rank0_only: bool) -> list[Tensor | None]:
-    """`gather_full`, on the CPU, as tensors that own their storage."""
+    """`gather_full`, on the CPU, with tensors that own their storage."""
     found: list[Tensor | None] = []
     for full, (local, *_) in zip(gather_full(parts, mesh), parts, strict=True):
         is_own = local is not None and full.data_ptr() == local_part(local).data_ptr()
@@ -174,9 +174,7 @@ def local_tensor(full: Tensor, layout: Layout, coords: Mapping[str, int]) -> Ten
 
 
 def take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A `load_state_dict` hook: replaces full tensors in the state dict by this rank's parts, and those that data ranks
-    hold together by this one's.
-    """
+    """Hook of `load_state_dict`: replaces full tensors and DTensors in the state dict by this rank's parts."""
     held = dict(module.named_parameters(remove_duplicate=False))
     for name, entry in named_entries(module).items():
         value = state.get(f"{prefix}{name}") if entry.is_held else None
@@ -189,7 +187,7 @@ def take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
 
 
 def sharded_alike(value: Tensor, held: Tensor) -> Tensor:
-    """This rank's part of `value`, where it has the shape of a `DTensor` that `held` is; else `value` itself."""
+    """This rank's part of `value` if `held` is a `DTensor` of its shape; else `value`."""
     if not isinstance(held, DTensor) or isinstance(value, DTensor) or value.shape != held.shape:
         return value
     return distribute_tensor(value.to(held.device), held.device_mesh, held.placements, src_data_rank=None)
@@ -197,7 +195,9 @@ def sharded_alike(value: Tensor, held: Tensor) -> Tensor:
 
 @contextmanager
 def names_only(registry: Registry) -> Iterator[None]:
-    """Inside, `state_dict()` of modules is no error: only its names are read, those of foreign stages among them."""
+    """Context manager: `state_dict()` of modules does not raise. Only its names are used, including those of other
+    stages.
+    """
     foreign = dict(registry.stages.foreign) if registry.stages is not None else {}
     absent = {key: key[0].__dict__.pop(key[1]) for key in foreign}
     for (module, own), fqn in foreign.items():

@@ -1,4 +1,4 @@
-"""Exchanges of parts of tensors between ranks, on the device: full tensors from the parts that layouts describe."""
+"""Gathers full tensors, on the device, from the parts that layouts describe."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Part(NamedTuple):
     """This rank's part of a tensor.
 
     Attributes:
-        local: the part as a rank stores it; None where other stages hold the tensor.
-        layout: how the full tensor is divided.
-        dtype: of the tensor, where other stages hold it.
+        local: the part as stored; None if other stages hold the tensor.
+        layout: layout of the full tensor.
+        dtype: dtype of the tensor, if other stages hold it.
     """
 
     local: Tensor | None
@@ -33,13 +33,14 @@ class Part(NamedTuple):
 
 
 def gather_full(parts: Sequence[Part], mesh: Mesh) -> list[Tensor]:
-    """The full tensors of several parts, in the dtypes and on the devices of the parts. A tensor that nobody divides is
-    the part itself, not a copy.
+    """Full tensors of several parts, in the dtypes and on the devices of the parts. An unsplit tensor is the part
+    itself, not a copy.
 
     Every rank passes parts of the same tensors in the same order.
 
     Communicates: over each axis that splits a tensor, the last step's first, one all-gather of the padded parts of all
-        tensors of a dtype together; over pp, for every tensor that some stages hold, one broadcast from the first.
+    tensors of a dtype together; over pp, one broadcast from the first holder for every tensor that only some stages
+    hold.
     """
     values = [None if part.local is None else local_part(part.local).detach() for part in parts]
     for back in range(1, 1 + max(len(part.layout.steps) for part in parts)):
@@ -61,7 +62,7 @@ def gather_full(parts: Sequence[Part], mesh: Mesh) -> list[Tensor]:
 
 
 def _one_step(layout: Layout, back: int, mesh: Mesh) -> Layout:
-    """The step that is so many from the last, by itself: of what this rank has once the later ones are undone."""
+    """The `back`-th last step alone, as a layout of the tensor that this rank has after the later steps are undone."""
     before, step = layout.steps[:-back], layout.steps[-back]
     return Layout(Layout(layout.shape, before).local_shape(mesh.coords), (step,))
 
@@ -84,7 +85,7 @@ def _on_every_stage(value: Tensor | None, part: Part, mesh: Mesh) -> Tensor:
 
 
 def _gathered(values: Sequence[Tensor], layouts: Sequence[Layout], group: Group) -> list[Tensor]:
-    """Tensors of one dtype before the one step of their layouts was taken."""
+    """Undoes the one step of each tensor's layout. All tensors have one dtype."""
     shapes, flats = [], []
     for value, layout in zip(values, layouts, strict=True):
         (step,) = layout.steps

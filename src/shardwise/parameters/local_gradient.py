@@ -1,13 +1,13 @@
-"""Gradients with which torch's own clipping and `GradScaler` are right where ranks hold parts.
+"""Gradient classes that make torch's own clipping and `GradScaler` correct when ranks hold parts.
 
 # [Note: sharded gradients]
-A rank's part of a gradient is an ordinary tensor to everything that works element by element: optimizers, clipping by
-value, averages. A norm is not: torch's `clip_grad_norm_` would clip by another norm on every rank, and `GradScaler`
-would step on some of them only. So where ranks hold parts, `p.grad` is of a class that answers these two questions for
-the full gradients. A norm stays this rank's share until it is stacked with the others, as every total norm is; then one
-all-reduce completes all of them. A check for infinite values is that of all ranks. A norm by itself is an error: a rank
-that logs one alone would wait for the others forever. Everything else is torch's, of this rank's part; what it makes
-of the same shape is a sharded gradient, too, and may be assigned to `p.grad`.
+Elementwise code (optimizers, clipping by value, averages) treats a rank's part of a gradient as an ordinary tensor. A
+norm differs: torch's `clip_grad_norm_` would clip by another norm on every rank, and `GradScaler` would skip steps on
+some ranks only. So `p.grad` has a class that answers these two questions for the full gradient. A norm stays this
+rank's share until it is stacked with others, as every total norm is. Then one all-reduce completes all of them. A check
+for infinite values covers all ranks. A single norm raises an error, because a rank that logs it alone would wait for
+the others forever. Everything else is torch's operation on this rank's part. Results of the same shape are sharded
+gradients too and may be assigned to `p.grad`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ __all__ = ["as_local_gradient"]
 
 
 def as_local_gradient(gradient: Tensor, entry: ParameterEntry) -> Tensor:
-    """`gradient` as a sharded one of the parameter of `entry` (see [Note: sharded gradients]); memory is shared."""
+    """`gradient` as a sharded gradient of the parameter of `entry` (see [Note: sharded gradients]).
+
+    Shares its memory.
+    """
     if type(gradient) is Tensor:
         gradient = gradient.as_subclass(_ShardedGradient)
     elif type(gradient) is DTensor:
@@ -72,11 +75,11 @@ class _ShardedGradient(_Sharded, Tensor):
 
 
 class _ShardedDGradient(_Sharded, DTensor):
-    """The part of the data ranks as a `DTensor`."""
+    """The data ranks' parts as a `DTensor`."""
 
 
 class _NormShare(Tensor):
-    """This rank's share of the norm of a gradient, until it is stacked with the others."""
+    """This rank's share of the norm of a gradient, before it is stacked with others."""
 
     registry: Registry
     order: float
@@ -102,7 +105,7 @@ def _as_share(value: Tensor, registry: Registry, order: float) -> _NormShare:
 
 
 def _stack(shares: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """The norms over all ranks, in a pipeline also of the other stages' gradients; then those of other tensors."""
+    """Norms over all ranks, in a pipeline also of the other stages' gradients, followed by those of other tensors."""
     with torch._C.DisableTorchFunctionSubclass():
         mine = [share for share in shares if isinstance(share, _NormShare)]
         others = [share for share in shares if not isinstance(share, _NormShare)]
@@ -123,7 +126,7 @@ def _norm(func: Any, gradient: Any, order: Any = None, *args: Any, **options: An
 
 
 def _unscale(func: Any, gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """`GradScaler`'s function, of all ranks. Communicates: over all ranks, one all-reduce of a value."""
+    """`GradScaler`'s unscale function over all ranks. Communicates: over all ranks, one all-reduce of a value."""
     func([local_part(gradient) for gradient in gradients], found_inf, inv_scale)
     registry = next(entry for gradient in gradients if (entry := entry_of(gradient)) is not None).registry
     check_all_stages_ask(registry, "GradScaler")

@@ -48,12 +48,12 @@ def _norms_of(parts: Sequence[Tensor], order: float, **options: Any) -> Sequence
 
 
 def _runs(x: Tensor) -> Sequence[Tensor]:
-    """Parts of `x` along its first dim: on CPUs torch copies each to a wider dtype."""
+    """Slices of `x` along its first dim, because torch copies each slice to a wider dtype on CPUs."""
     return x.split(max(1, _RUN_ELEMENTS * len(x) // x.numel())) if x.numel() > _RUN_ELEMENTS and x.ndim else (x,)
 
 
 def complete_norms(shares: Tensor, registry: Registry, order: float) -> Tensor:
-    """Norms over all ranks. Args: shares: this rank's norms of what it owns, float32. Returns the same shape.
+    """Norms over all ranks. Args: shares: norms of the elements that this rank owns, float32. Returns the same shape.
 
     Communicates: over all ranks, one all-reduce of as many values.
     """
@@ -72,14 +72,14 @@ def complete_norms(shares: Tensor, registry: Registry, order: float) -> Tensor:
 
 
 def complete_stacked(shares: Tensor, registry: Registry, order: float) -> Tensor:
-    """The norms over all ranks of this rank's gradients, and in a pipeline of all stages' gradients, with zeros where a
-    stage has fewer: their norm is then the same on every rank.
+    """Norms over all ranks, in a pipeline of all stages' gradients, padded with zeros: the norm of the result is the
+    same on every rank.
 
     Args:
-        shares: `[n]`, this rank's norms of what it owns of its gradients.
+        shares: `[n]`, norms of the elements that this rank owns of its gradients.
 
     Raises:
-        UnsupportedError: they are some of the gradients of a stage.
+        UnsupportedError: they are only some of a stage's gradients.
 
     Communicates: over all ranks, one all-reduce of as many values; in a pipeline another one of one value.
     """
@@ -103,7 +103,7 @@ def complete_stacked(shares: Tensor, registry: Registry, order: float) -> Tensor
 
 
 def check_all_stages_ask(registry: Registry, caller: str) -> None:
-    """Raises where a stage trains nothing: torch asks nothing there, and this rank would wait for it."""
+    """Raises if a stage trains nothing. torch would not ask for a norm there, and this rank would wait for it."""
     if idle := registry.idle_stages:
         raise UnsupportedError(
             f"{caller} on a pipeline of which a part is frozen as a whole",

@@ -1,13 +1,13 @@
-"""What the parameters of a split model are: the one place that knows, kept per model.
+"""Registry of a split model's parameters: the one place that knows their layouts and owners, kept per model.
 
-Parameters are plain local tensors at rest. Whoever hands them out or takes them in (state dicts, gradients,
-checkpoints, clipping) looks here for how local and canonical tensors map to each other, and who owns what.
+Between steps, parameters are plain local tensors. Code that exports or imports them (state dicts, gradients,
+checkpoints, clipping) looks up here how local and canonical tensors correspond, and who owns what.
 
 # [Note: found by identity]
-A parameter is known by the module that owns it and its name there, and carries what is known as an attribute. Wrappers
-(PEFT, Lightning) put modules elsewhere and so change the names a model gives its parameters, FSDP2 and
-`load_state_dict(assign=True)` replace the parameters; the module that owns them stays. So do the owners of what other
-stages of a pipeline hold, and they know its entries: every rank sees the full model by the same names, in one order.
+A parameter is identified by the module that owns it and its name there, and carries its entry as an attribute. Wrappers
+(PEFT, Lightning) nest modules and so change parameter names. FSDP2 and `load_state_dict(assign=True)` replace the
+parameters. The owning module stays. Owners of parameters on other pipeline stages stay too and know the entries: every
+rank sees the full model with the same names in the same order.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _WALK = "_shardwise_walk"
 
 
 class DataHandling(enum.StrEnum):
-    """What is done with a parameter along the data axes; the values are those of plans."""
+    """Handling of a parameter along the data axes; the values are those of plans."""
 
     NONE = ""
     FSDP = "managed"
@@ -78,7 +78,7 @@ class DataHandling(enum.StrEnum):
 
 
 def axes_of(gradient: str) -> frozenset[str]:
-    """The axes over which a gradient that a plan calls "full" or "partial" must be summed."""
+    """The axes over which a gradient must be summed that a plan calls "full" or "partial"."""
     return frozenset({"tp"}) if gradient == "partial" else frozenset()
 
 
@@ -88,9 +88,9 @@ class ParameterEntry:
 
     Attributes:
         fqn: canonical name.
-        layout: canonical shape and what each axis does to it.
-        partial_over: the axes along which ranks compute terms of the gradient, which must be summed.
-        data: what is done along the data axes.
+        layout: canonical shape, and the placement along each axis.
+        partial_over: axes along which the ranks' gradients are partial and must be summed.
+        data: handling along the data axes.
         registry: the model's registry.
     """
 
@@ -102,13 +102,13 @@ class ParameterEntry:
 
     @functools.cached_property
     def needs_sum(self) -> bool:
-        """Whether the gradient phase sums its gradient, over any axis."""
+        """Whether the gradient phase sums its gradient over any axis."""
         is_reduced = self.data is DataHandling.ALL_REDUCE
         return bool(self.partial_over or self.holders) or is_reduced or len(self.stage_coords) > 1
 
     @functools.cached_property
     def stage_coords(self) -> tuple[int, ...]:
-        """The coords on pp that hold it; none without a pipeline."""
+        """The pp coords that hold it; empty without a pipeline."""
         held = self.layout.placement("pp")
         return held.coords if isinstance(held, OnCoords) else ()
 
@@ -118,27 +118,27 @@ class ParameterEntry:
         return self.layout.is_held(self.registry.mesh.coords)
 
     def shared_parts(self, local: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """What this rank holds of a split tensor that others hold too, as views: (tp coords of all holders, view)."""
+        """Yields the parts of this rank's tensor that other tp ranks hold too: (tp coords of all holders, view)."""
         for holders, start, length in self._shared_spans:
             assert self.split is not None
             yield holders, local.narrow(self.split.dim, start, length)
 
     @functools.cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:
-        """The blocks of tp coords that hold the same elements of a split tensor; none where nobody shares any."""
+        """Blocks of tp coords that hold the same elements of a split tensor; empty if no elements are shared."""
         return tuple(sorted({holders for _, holders in self.split.shared()})) if self.split is not None else ()
 
     @functools.cached_property
     def owned_slices(self) -> tuple[tuple[slice, ...] | None, ...]:
-        """The parts of this rank's tensor that it owns, None for all of it: over all ranks, every canonical element
-        once.
+        """The parts of this rank's tensor that it owns; None stands for all. Over all ranks, every canonical element is
+        owned once.
         """
         found = [slices(piece.local) for piece in self.layout.owned(self.registry.mesh.coords)]
         return tuple(None if [each.stop - each.start for each in own] == [*self.local_shape] else own for own in found)
 
     @functools.cached_property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of this rank's part."""
+        """Shape of this rank's part."""
         return self.layout.local_shape(self.registry.mesh.coords)
 
     @functools.cached_property
@@ -158,23 +158,25 @@ class ParameterEntry:
 
     @functools.cached_property
     def split(self) -> Split | None:
-        """How tp splits it, None where it is replicated over tp."""
+        """Split over tp; None if it is replicated over tp."""
         placement = self.layout.placement("tp")
         return placement if isinstance(placement, Split) else None
 
     @functools.cached_property
     def chunk(self) -> Chunk | None:
-        """How fsdp splits this tp rank's part, None where it is replicated over fsdp."""
+        """Chunk of this tp rank's part over fsdp; None if it is replicated over fsdp."""
         placement = self.layout.placement("fsdp")
         return placement if isinstance(placement, Chunk) else None
 
     @functools.cached_property
     def tensor_layout(self) -> Layout:
-        """What tp alone does to it: the layout of the parameter while its unit runs."""
+        """Layout over tp alone: the layout of the parameter while its FSDP unit runs."""
         return Layout(self.layout.shape, tuple(step for step in self.layout.steps if step.axis == "tp"))
 
     def wrap(self, local: Tensor) -> Tensor:
-        """What this rank holds, as the model's parameter holds it: a `DTensor` over the data axes where FSDP2 does."""
+        """Converts this rank's part to the form of the model's parameter: a `DTensor` over the data axes if FSDP2
+        shards it.
+        """
         mesh = self.registry.mesh
         data_mesh = mesh.data_mesh
         if self.data is not DataHandling.FSDP or data_mesh is None:
@@ -195,9 +197,9 @@ class Source:
     """The source of a model's weights.
 
     Attributes:
-        name: the directory or hub id, as transformers keeps it (`name_or_path`); empty where it is not known.
-        digest: of the files that Shardwise has read; empty where it has read none.
-        states: of every parameter by name, what changes when its values do.
+        name: the directory or hub id, as transformers keeps it (`name_or_path`); "" if unknown.
+        digest: digest of the files that Shardwise has read; "" if it has read none.
+        states: for every parameter by name, a value that changes when the parameter is written to.
     """
 
     name: str = ""
@@ -207,26 +209,25 @@ class Source:
 
 @dataclass(eq=False)
 class Registry:
-    """Everything Shardwise knows of one split model. The last four change after the split; a forward's state and the
-    gradients' are elsewhere.
+    """All facts about one split model. The state of a forward and of the gradients is kept elsewhere.
 
     Attributes:
-        entries: canonical FQN of every parameter to its entry.
+        entries: canonical FQN of every parameter, to its entry.
         tied: alias FQN to canonical FQN.
-        policy: what was chosen about the data axes.
-        precision: the dtypes that were chosen, None where everything keeps its own.
-        frozen: FQNs of parameters that were not trained when the model was split and are kept in the dtype of
-            computation, with that.
-        data_root: the module whose FSDP2 state is the root of all others; None where nothing is managed.
-        stage_roots: what FSDP2 gathers and reduces together for each stage of a pipeline, where it manages anything.
-        casting: what reads parameters in the dtype of computation, where FSDP2 does not cast them.
-        model: the split model, once it is attached.
-        local_state: whether `state_dict` and optimizers' states are this rank's parts, as who split it by hand expects.
-        stages: what runs this rank's stages of a pipeline; None without one.
-        reads_names: whether the names of the model's state are being read, of parts too.
-        uses: what backward has used of the units of FSDP2 that ranks may use differently.
-        idle_stages: the coords of pp that have no parameter to train, as the last gradient phase has found.
-        source: where the weights came from; see `shardwise.parameters.source`.
+        policy: options of the data axes.
+        precision: dtypes; None if every tensor keeps its dtype.
+        frozen: FQNs of parameters that were frozen when the model was split and are stored in the dtype of computation,
+            to that dtype.
+        data_root: module with FSDP2's root state; None if FSDP2 shards nothing.
+        stage_roots: FSDP2 root of each pipeline stage, if FSDP2 shards anything.
+        casting: casts parameters to the dtype of computation, if FSDP2 does not.
+        model: weak reference to the split model, once attached.
+        local_state: whether `state_dict` and optimizer states are this rank's parts, as for models split by hand.
+        stages: this rank's pipeline stages; None without a pipeline.
+        reads_names: whether only the names of the model's state are being read, so that parts are allowed.
+        uses: parameters that backward has used, of the FSDP2 units that ranks may use differently.
+        idle_stages: pp coords without trained parameters, found by the last gradient phase.
+        source: source of the weights; see `shardwise.parameters.source`.
     """
 
     mesh: Mesh
@@ -261,22 +262,22 @@ class Registry:
 
     @functools.cached_property
     def needs_sums(self) -> bool:
-        """Whether any gradient needs a sum of ours: known once the model is split."""
+        """Whether the gradient phase has to sum any gradient."""
         return any(entry.needs_sum for entry in self.entries.values())
 
     def device_of(self, fqn: str) -> torch.device:
-        """Where a parameter or buffer is stored at rest: the mesh's device, or host memory for what is offloaded."""
+        """Device on which a parameter or buffer is stored: the mesh's device, or the CPU if it is offloaded."""
         entry = self.entries.get(self.tied.get(fqn, fqn))
         offloaded = self.policy.cpu_offload and entry is not None and entry.data is DataHandling.FSDP
         return torch.device("cpu") if offloaded else self.mesh.device
 
     @property
     def divide_factor(self) -> float:
-        """What gradients are divided by when they are reduced over the data axes."""
+        """Divisor of gradients in the reduction over the data axes."""
         return self.policy.gradient_divide_factor or float(self.mesh.data_size)
 
     def holds(self, fqn: str) -> bool:
-        """Whether this rank's stages hold a parameter, by any of its names; every rank holds all buffers."""
+        """Whether this rank's stages hold a parameter, by any of its names. Every rank holds all buffers."""
         entry = self.entries.get(self.tied.get(fqn, fqn))
         return entry is None or entry.is_held
 
@@ -285,12 +286,12 @@ class Registry:
         return (fqn, *(alias for alias, canonical in self.tied.items() if canonical == fqn))
 
     def entry(self, fqn: str) -> ParameterEntry:
-        """The entry of a parameter by any of its names, tied aliases included."""
+        """Entry of a parameter by any of its names, including tied aliases."""
         return self.entries[self.tied.get(fqn, fqn)]
 
 
 def note_parameters(model: nn.Module, registry: Registry) -> None:
-    """Gives every parameter of the unsplit model an entry, and lets its owner know it."""
+    """Creates an entry for every parameter of the unsplit model, and attaches it to the owning module."""
     for fqn, planned in registry.plan.parameters.items():
         registry.entries[fqn] = ParameterEntry(
             fqn=fqn,
@@ -306,7 +307,7 @@ def note_parameters(model: nn.Module, registry: Registry) -> None:
 
 
 def attach_registry(model: nn.Module, registry: Registry) -> None:
-    """Makes `registry` the model's, and lets every parameter know its entry."""
+    """Attaches `registry` to the model, and the entries to its parameters."""
     model.__dict__[_ATTRIBUTE] = registry
     registry.model = weakref.ref(model)
     for _ in find_parameters(model):
@@ -314,7 +315,7 @@ def attach_registry(model: nn.Module, registry: Registry) -> None:
 
 
 def attach_entry(owner: nn.Module, name: str, entry: ParameterEntry) -> None:
-    """Makes `entry` that of the owner's parameter `name`, whichever tensor that will be."""
+    """Attaches `entry` to the owner's parameter `name`, whichever tensor that becomes."""
     owner.__dict__.setdefault(_ENTRIES, {})[name] = entry
     parameter = owner._parameters[name]
     assert parameter is not None
@@ -322,25 +323,25 @@ def attach_entry(owner: nn.Module, name: str, entry: ParameterEntry) -> None:
 
 
 def entries_of(owner: nn.Module) -> Mapping[str, ParameterEntry]:
-    """The entries of the parameters that a module owns by their own names, also those that other stages hold."""
+    """Entries of the parameters that a module owns, by their own names, including parameters of other stages."""
     entries: Mapping[str, ParameterEntry] = owner.__dict__.get(_ENTRIES, {})
     return entries
 
 
 def mark(value: Tensor, entry: ParameterEntry) -> None:
-    """Makes `entry_of(value)` give `entry`."""
+    """Makes `entry_of(value)` return `entry`."""
     setattr(value, _ENTRY, entry)
 
 
 @dataclass(frozen=True)
 class ModuleWalk:
-    """The modules in a model, kept until one is put in, taken out or replaced, or has other names of parameters.
+    """Cached list of a model's modules, valid until a module or a parameter name is added, removed or replaced.
 
     Attributes:
-        modules: each once.
-        children: of each module, as they were.
-        names: of each module's parameters, as they were.
-        places: every parameter's name, module, and name there, also of parameters that other stages hold.
+        modules: each module once.
+        children: children of each module when it was walked.
+        names: parameter names of each module when it was walked.
+        places: every parameter's name, module, and name there, including parameters of other stages.
     """
 
     modules: list[nn.Module]
@@ -350,7 +351,7 @@ class ModuleWalk:
 
     @property
     def is_current(self) -> bool:
-        """Whether the modules are those that were walked."""
+        """Whether the modules have not changed since the walk."""
         return all(
             list(module._modules.values()) == children and list(module._parameters) == names
             for module, children, names in zip(self.modules, self.children, self.names, strict=True)
@@ -358,7 +359,7 @@ class ModuleWalk:
 
 
 def walk_modules(root: nn.Module) -> ModuleWalk:
-    """The walk through the modules in `root`, a new one where they have changed."""
+    """Cached walk through the modules in `root`; walks again if they have changed."""
     walk: ModuleWalk | None = root.__dict__.get(_WALK)
     if walk is None or not walk.is_current:
         named = list(root.named_modules())
@@ -377,12 +378,13 @@ def walk_modules(root: nn.Module) -> ModuleWalk:
 
 
 def find_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterEntry | None]]:
-    """Every parameter that this rank holds, once: (name, parameter, entry), by the first name that `model`, split or a
-    module around one, gives it on any rank; the entry is None for a parameter that came in later. See [Note: found by
-    identity].
+    """Yields every parameter that this rank holds once: (name, parameter, entry). See [Note: found by identity].
+
+    The name is the first that `model` (split, or a wrapper of a split model) gives it on any rank. The entry is None
+    for a parameter that was added later.
 
     Raises:
-        LayoutError: tied parameters are two now, or another tensor was assigned to a parameter's `data`.
+        LayoutError: tied parameters are no longer one, or another tensor was assigned to a parameter's `data`.
     """
     names: dict[int, str] = {}
     held: dict[int, nn.Parameter] = {}
@@ -408,7 +410,7 @@ def find_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Param
 
 
 def untied(name: str, first: str) -> LayoutError:
-    """The error of tied parameters that are two now."""
+    """Error for tied parameters that are no longer one."""
     return LayoutError(
         f"{name} and {first} were one parameter when the model was split, and are two now",
         why="what is known of the one, where its parts are and how its gradient is summed, was found for both together",
@@ -417,8 +419,8 @@ def untied(name: str, first: str) -> LayoutError:
 
 
 def named_entries(model: nn.Module) -> dict[str, ParameterEntry]:
-    """The entries by all names that `model`, split or a module around one, gives them, tied aliases included, also of
-    parameters that other stages hold: the same on every rank.
+    """Entries by all names in `model` (split, or a wrapper of a split model), including tied aliases and parameters of
+    other stages. The same on every rank.
     """
     return {
         fqn_of(name, own): entry
@@ -428,7 +430,7 @@ def named_entries(model: nn.Module) -> dict[str, ParameterEntry]:
 
 
 def canonical_entries(model: nn.Module) -> dict[str, ParameterEntry]:
-    """The entries by their first names alone, as `find_parameters` gives them."""
+    """Entries by their first names, as in `find_parameters`."""
     first: dict[int, tuple[str, ParameterEntry]] = {}
     for name, entry in named_entries(model).items():
         first.setdefault(id(entry), (name, entry))
@@ -436,11 +438,11 @@ def canonical_entries(model: nn.Module) -> dict[str, ParameterEntry]:
 
 
 class LocalGradient:
-    """Base of gradients that answer for the full one; see `shardwise.parameters.local_gradient`."""
+    """Base class of sharded gradients; see `shardwise.parameters.local_gradient`."""
 
 
 def local_part(value: Tensor) -> Tensor:
-    """The part of a parameter or gradient that this rank holds, as a plain tensor that shares its memory."""
+    """This rank's part of a parameter or gradient, as a plain tensor that shares its memory."""
     if isinstance(value, DTensor):
         return value._local_tensor.detach()
     if isinstance(value, LocalGradient):
@@ -450,10 +452,10 @@ def local_part(value: Tensor) -> Tensor:
 
 
 def registry_of(model: nn.Module) -> Registry:
-    """The registry of a model that Shardwise has split, also through wrappers such as PEFT's.
+    """Registry of a model that Shardwise has split, also through wrappers such as PEFT's.
 
     Raises:
-        LayoutError: the model was never given to `shardwise.load` or `shardwise.parallelize`.
+        LayoutError: the model was not split by `shardwise.load` or `shardwise.parallelize`.
     """
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if _ATTRIBUTE in module.__dict__:
@@ -465,10 +467,10 @@ def registry_of(model: nn.Module) -> Registry:
 
 
 def is_split(model: nn.Module) -> bool:
-    """Whether Shardwise has split the model already."""
+    """Whether Shardwise has split the model."""
     return any(_ATTRIBUTE in module.__dict__ for module in model.modules())
 
 
 def entry_of(parameter: Tensor) -> ParameterEntry | None:
-    """The entry that a parameter of a split model carries, or a gradient that knows it; None for any other tensor."""
+    """Entry of a split model's parameter or of a sharded gradient; None for other tensors."""
     return getattr(parameter, _ENTRY, None)

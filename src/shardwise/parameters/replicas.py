@@ -1,4 +1,4 @@
-"""Elements of parameters that several ranks hold: whether they are the same everywhere."""
+"""Checks that copies of parameters on several ranks are equal."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Copies = Iterable[tuple[str, ParameterEntry, Tensor]]
 
 
 def find_unequal_replicas(model: nn.Module) -> tuple[str, ...]:
-    """Names of parameters, or parts of them, that several ranks hold and do not hold bit-equal; the same on every rank.
+    """Names of parameters, or parts of them, whose copies on several ranks are not bit-equal; the same on every rank.
 
-    Communicates: over all ranks, one gather of a digest of everything that others hold too.
+    Communicates: over all ranks, one gather of digests of everything that has copies.
     """
     return _find_unequal(_parameters(model), registry_of(model).mesh.group())
 
@@ -56,12 +56,12 @@ def _find_unequal(copies: Copies, group: Group | None) -> tuple[str, ...]:
 
 
 def check_replicas(model: nn.Module, copies: Copies | None = None) -> None:
-    """Raises the same error on every rank where ranks hold different copies of a parameter, or of `copies`.
+    """Raises the same error on every rank if copies of a parameter, or of `copies`, differ.
 
     Raises:
-        LayoutError: with the name of the first.
+        LayoutError: names the first such parameter.
 
-    Communicates: as `find_unequal_replicas`.
+    Communicates: like `find_unequal_replicas`.
     """
     names = _find_unequal(_parameters(model) if copies is None else copies, registry_of(model).mesh.group())
     if names:
@@ -73,10 +73,11 @@ def check_replicas(model: nn.Module, copies: Copies | None = None) -> None:
 
 
 def replica_mismatch_word(copies: Copies) -> int:
-    """A number of 64 bits whose sum over all ranks is zero, modulo 2**64, where they hold equal copies, and as good as
-    never otherwise: of what n ranks hold, the first adds n - 1 times its digest, the others subtract theirs.
+    """64-bit number whose sum over all ranks is zero modulo 2**64 if copies are equal, and nonzero otherwise with near
+    certainty.
 
-    Reads what others hold too, once, and from its device a single number.
+    Of n copies, the first holder adds n - 1 times its digest, and the others subtract theirs. Reads each copy once, and
+    one number from the device.
     """
     sums = [
         factor * tensor_digest(value) for _, entry, local in copies for _, factor, value in _shared_values(entry, local)
@@ -85,8 +86,8 @@ def replica_mismatch_word(copies: Copies) -> int:
 
 
 def _shared_values(entry: ParameterEntry, local: Tensor) -> Iterator[tuple[tuple[Any, ...], int, Tensor]]:
-    """What this rank holds together with others, each with what it is, equal keys on all n ranks that hold it, and with
-    a factor: n - 1 on the first of these, -1 on the others.
+    """Yields this rank's copies: a key that is equal on all n holders, a factor (n - 1 for the first holder, else -1),
+    and the value.
     """
     mesh = entry.registry.mesh
     placed = {step.axis: step.placement for step in entry.layout.steps}
@@ -110,7 +111,7 @@ def _factor(mesh: Mesh, holders: Mapping[str, Sequence[int]]) -> int:
 
 
 def _coords_that_hold(placement: Placement | None, size: int) -> Sequence[int]:
-    """The coords of an axis that hold the same; none where each holds its own."""
+    """Coords of an axis that hold the same elements; empty if each coord holds its own."""
     if isinstance(placement, OnCoords):
         return placement.coords
     return range(size) if placement is None or isinstance(placement, Replicate) else ()

@@ -1,6 +1,6 @@
-"""Where the weights of a split model came from, and which of them are still as they were read.
+"""Source of a split model's weights, and the parameters that are unchanged since they were read.
 
-A checkpoint of adapters leaves out the frozen weights of their base that can be read again from its source.
+A checkpoint of adapters leaves out the frozen base weights that can be read again from the source.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ __all__ = ["note_source", "unchanged_names"]
 
 
 def note_source(model: nn.Module, registry: Registry, *, digest: str = "", drawn: Collection[str] = ()) -> None:
-    """Notes that the parameters of a split model have the values of their source.
+    """Records that the parameters of a split model have the values of their source.
 
     Args:
-        digest: of the files they were read from.
+        digest: digest of the files they were read from.
         drawn: names of parameters that have random values instead.
     """
     states = {
@@ -30,7 +30,7 @@ def note_source(model: nn.Module, registry: Registry, *, digest: str = "", drawn
 
 
 def unchanged_names(model: nn.Module, registry: Registry) -> set[str]:
-    """Names of the parameters of this rank that nothing has written to since they had the values of their source."""
+    """Names of this rank's parameters that were not written to since they had the values of their source."""
     source = registry.source
     has_source = bool(source.name or source.digest)
     return {

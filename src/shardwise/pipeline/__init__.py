@@ -1,1 +1,1 @@
-"""Pipeline parallelism as it runs: stages in a schedule's order, forward, backward and generation."""
+"""Runs pipeline parallelism: stages in a schedule's order, forward, backward and generation."""

@@ -1,12 +1,12 @@
-"""Caches of keys and values under pp: every stage fills its own layers, and the others stay as long as they are.
+"""Key/value caches with pp: every stage fills its own layers, and the other layers keep the right length.
 
 # [Note: caches of stages]
-A model asks its cache how many positions have been, and asks layer 0, or the first layer of a kind; a stage that does
-not run that layer would get 0, and its positions and masks would be silently wrong. So after every forward the
-layers that this rank has not filled are advanced by as many positions, of one number each. And where a rank runs
-several stages, the later one must not find what the earlier one has added in the same forward: each is given copies of
-the layers as they were before. A cache of an encoder-decoder is two: what the decoder has seen of itself, which is
-advanced, and of the encoder, which layers ask for themselves alone.
+A model asks its cache for the number of past positions, usually at layer 0 or the first layer of a kind. On a stage
+that does not run that layer the answer would be 0, and positions and masks would be silently wrong. So after every
+forward, the layers that this rank has not filled are advanced by the same number of positions. If a rank runs several
+stages, a later stage must not see what an earlier one has added in the same forward: each stage gets copies of the
+layers as they were before. The cache of an encoder-decoder consists of two: the decoder's self-attention cache, which
+is advanced, and the cross-attention cache, which only its own layers read.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ __all__ = ["StageCaches", "check_caches"]
 
 
 def check_caches(arguments: Mapping[str, Any], *, num_stages_per_rank: int) -> None:
-    """Raises where a cache cannot be kept in stages.
+    """Raises if a cache cannot be used with stages.
 
     Raises:
-        UnsupportedError: it is of a kind that stages cannot share.
+        UnsupportedError: stages do not support this kind of cache.
     """
     for name, cache in _caches(arguments):
         parts = cache_parts(cache)
@@ -62,15 +62,15 @@ class StageCaches:
         return bool(self._given)
 
     def before(self) -> dict[str, Any]:
-        """The caches as they were before the forward; they must not be written to."""
+        """The caches as they were before the forward; read-only."""
         return self._fresh
 
     def arguments(self) -> dict[str, Any]:
-        """The caches that one stage is given."""
+        """The caches for one stage."""
         return {name: copy_cache(self._fresh[name]) if self._copies else cache for name, cache in self._given.items()}
 
     def keep(self, given: Mapping[str, Any]) -> None:
-        """Puts what a stage has filled into the caller's caches."""
+        """Stores what a stage has filled in the caller's caches."""
         for name, cache in self._given.items() if self._copies else ():
             parts = zip(cache_parts(cache), cache_parts(given[name]), cache_parts(self._fresh[name]), strict=True)
             for own, filled, before in parts:
@@ -87,7 +87,7 @@ class StageCaches:
                 cache.is_updated |= {number: is_new for number, is_new in updated if _length(cross[number])}
 
     def advance(self) -> None:
-        """Makes the layers of other ranks' stages as long as if they had been filled."""
+        """Advances the layers of other ranks' stages as if they had been filled."""
         for name, cache in self._given.items():
             before, own = self._before[name], cache_parts(cache)[0]
             state = torch.zeros(self.rows, 1, self.length, 1, device=self._device)
@@ -103,7 +103,7 @@ class StageCaches:
 
 
 def _extend(layer: Any, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """What a layer's `update` returns where another stage fills it, and code of that stage runs on absent tensors."""
+    """Replacement of a layer's `update` on other stages, where absent tensors flow through."""
     made = ((*x.shape[:-2], _length(layer) + x.shape[-2], x.shape[-1]) for x in (key, value))
     keys, values = (Absent.of(shape, key.dtype, key.device) for shape in made)
     return keys, values

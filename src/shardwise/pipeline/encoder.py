@@ -1,4 +1,4 @@
-"""The encoder of a model in stages, called by itself, as `generate()` does once before it writes."""
+"""Direct calls of a pipelined model's encoder, as in `generate()`."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ __all__ = ["apply_pipelined_encoder"]
 
 
 def apply_pipelined_encoder(model: nn.Module, stages: Stages) -> None:
-    """Makes a call of the encoder of `model`, if it has one, run the stages. Communicates nothing."""
+    """Makes a direct call of `model`'s encoder, if it has one, run the stages. Communicates nothing."""
     if stages.encoder:
         apply_mixin(model.get_submodule(stages.encoder), PipelinedEncoder)
 
 
 class PipelinedEncoder:
-    """Mixin: a call from outside runs the whole pipeline, with a decoder input of one token, for the encoder's output.
+    """Mixin: a direct call runs the whole pipeline, with a decoder input of one token, and returns the encoder's
+    output.
 
-    Later forwards that are given it skip the encoder's layers.
+    Later forwards with that output skip the encoder's layers.
     """
 
     _stages: Stages
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the encoder's own call; every rank of the pipeline must make it.
+        """Like the encoder's own call; every rank of the pipeline must make it.
 
         Returns:
             The last hidden states, on every rank.

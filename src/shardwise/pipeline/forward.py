@@ -1,14 +1,13 @@
-"""`model(**batch)` of a model in stages: every rank calls it with the same arguments and is given the full output.
+"""`model(**batch)` of a model in stages: every rank passes the same arguments and gets the full output.
 
 # [Note: a forward through a pipeline]
-Without gradients the batch passes the stages in one piece, and every rank is given the output. With gradients and
-targets a loop calls `loss = model(**batch).loss` and then `loss.backward()`. Stages cannot wait in between: the
-backward of the first microbatch runs while the last one's forward has not begun. So the forward runs the whole
-schedule, sets the gradients apart, and `backward` adds them to `.grad`, times the gradient that comes in: a loop that
-divides or scales its loss gets what it expects. A model in training mode takes as many microbatches as fill the
-pipeline, or as somebody has asked for (`PipelineRunner.num_microbatches`), if the rows divide; in eval mode it takes
-one, and computes exactly what the unsplit model computes on the whole batch, also where that is no sum over rows (the
-balance of a mixture of experts).
+Without gradients the batch passes the stages in one piece, and every rank gets the output. With gradients and targets,
+a loop calls `loss = model(**batch).loss` and then `loss.backward()`. Stages cannot wait in between: the backward of the
+first microbatch runs before the last forward. So the forward runs the whole schedule and stashes the gradients.
+`backward` adds them to `.grad`, times the incoming gradient, so a loop may divide or scale its loss. In training mode
+the model uses as many microbatches as fill the pipeline, or as requested (`PipelineRunner.num_microbatches`), if the
+rows divide. In eval mode it uses one, and computes exactly what the unsplit model computes on the whole batch, even if
+that is no sum over rows (the balance of a mixture of experts).
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ _MOST_PER_STAGE = 4
 
 
 def apply_pipeline(model: nn.Module, registry: Registry) -> None:
-    """Makes a call of `model`, which is in stages, run all of them. Does nothing where it is in one piece.
+    """Makes a call of `model` run all stages. Does nothing without stages.
 
-    Communicates: the creation of a group along pp.
+    Communicates: creates a group along pp.
     """
     if registry.stages is None:
         return
@@ -67,19 +66,19 @@ def apply_pipeline(model: nn.Module, registry: Registry) -> None:
 
 
 class Pipelined:
-    """Mixin: a call from outside runs the whole pipeline (see [Note: a forward through a pipeline])."""
+    """Mixin: a call runs the whole pipeline (see [Note: a forward through a pipeline])."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model; every rank of the pipeline must call it with the same arguments.
+        """Calls the model; every rank of the pipeline must call it with the same arguments.
 
         Raises:
-            BatchError: ranks were given different arguments.
-            UnsupportedError: hidden states, attentions or caches are asked for that other ranks hold; a gradient of
-                what an argument that is no tensor holds; a training forward of a hand-written model; or it is called
-                inside of torch.compile or torch.utils.checkpoint.
+            BatchError: ranks passed different arguments.
+            UnsupportedError: the call asks for hidden states, attentions or caches of other ranks; for gradients inside
+                an argument that is no tensor; for a training forward of a hand-written model; or it is inside of
+                torch.compile or torch.utils.checkpoint.
 
-        Communicates: over tp and pp, one all-gather of 40 bytes a rank; in training, over the data axes, another one
-            where there are several data ranks; what the stages do; the output, over pp.
+        Communicates: over tp and pp, one all-gather of 40 bytes per rank; in training with several data ranks, another
+        one over the data axes; what the stages do; the output, over pp.
         """
         model: Any = self
         if torch.compiler.is_compiling():
@@ -99,7 +98,7 @@ class Pipelined:
         return _Forward(model, runner, registry, args, kwargs).run()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Raise UnsupportedError: a stage ends inside of the model's forward, so there is no whole graph."""
+        """Raises UnsupportedError: a stage ends inside of the model's forward, so there is no whole graph."""
         refuse_compiled(f"a {type(self).__name__} in stages", why="a stage ends inside of the model's forward")
 
 
@@ -122,7 +121,7 @@ class _Forward:
             leave_out_cache(model, self.arguments)
 
     def run(self) -> Any:
-        """The output of the whole model."""
+        """Output of the whole model."""
         rows = self._agree()
         output = self._train(rows) if self.learns else self._evaluate()
         return output.to_tuple() if self.as_tuple else output
@@ -136,8 +135,8 @@ class _Forward:
         return self._hand_out(done.outputs.get(0), later=False)
 
     def _agree(self) -> tuple[int, ...]:
-        """Raises the same error on every rank unless all can make this call; returns the rows of every rank's batch, 0
-        for one that cannot be divided.
+        """Raises the same error on every rank unless all can make this call. Returns the rows of every rank's batch; 0
+        for a batch that cannot be divided.
         """
         mesh, fault = self.registry.mesh, None
         also = {"model.training": self.model.training, "gradients": self.learns, "the model": self.runner.name}
@@ -167,7 +166,7 @@ class _Forward:
         return tuple(0 if has_uneven else rows for rows, has_uneven in numbers)
 
     def _check(self) -> None:
-        """Raises the same error on every rank for what stages cannot give."""
+        """Raises the same error on every rank if the call asks for something that stages do not support."""
         if self.learns and self.registry.local_state:
             raise UnsupportedError(
                 f"a training forward of a hand-written {type(self.model).__name__} in stages",
@@ -249,7 +248,7 @@ class _Forward:
         return output
 
     def _microbatches(self, rows_of_all: tuple[int, ...]) -> tuple[TargetWeights, list[float]]:
-        """The microbatches, as many on every data rank, and what the loss of each is multiplied by."""
+        """The microbatches, equally many on every data rank, and the factor of each loss."""
         rows = self.arguments[self.targets[0]].shape[0]
         whole = TargetWeights([self.arguments], [1], 1), [1.0]
         is_callers = hasattr(self.model, "_loss_function")  # maybe no mean over targets
@@ -272,7 +271,7 @@ class _Forward:
         return batch, [float(batch.weight(number)) for number in range(len(batch))]
 
     def _input_gradients(self, leaves: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-        """Gradients of the arguments that need one, the same on every rank.
+        """Gradients of the arguments that require one, the same on every rank.
 
         Communicates: over pp, one all-reduce for each.
         """
@@ -285,7 +284,7 @@ class _Forward:
 
 
 def named_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their names."""
+    """Arguments of a call by name."""
     signature = inspect.signature(model.forward)
     bound = signature.bind(*args, **kwargs)
     variadic = {name for name, each in signature.parameters.items() if each.kind is inspect.Parameter.VAR_KEYWORD}
@@ -301,13 +300,13 @@ def _detached_leaf(value: Any) -> Any:
 
 
 def _loss_of(output: Any, *, factor: float | Tensor) -> Tensor:
-    """What the backward of a microbatch starts from."""
+    """The scalar on which the backward of a microbatch is called."""
     loss: Tensor = output.loss
     return loss if not isinstance(factor, Tensor) and factor == 1.0 else loss * factor
 
 
 def _leaves(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[Tensor]]:
-    """The arguments that need a gradient: of every microbatch its part."""
+    """Arguments that require a gradient: for each, its part of every microbatch."""
     names = [name for name, value in parts[0].items() if isinstance(value, Tensor) and value.requires_grad]
     return {name: [part[name] for part in parts] for name in names}
 

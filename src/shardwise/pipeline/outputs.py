@@ -1,10 +1,9 @@
-"""What a model returns is on the last stage's rank: how every rank of a pipeline comes by it.
+"""Distributes the model's output from the last stage's rank to every rank of a pipeline.
 
 # [Note: outputs of a pipeline]
-Evaluation and generation give every rank the whole output at once. A training forward computes its loss and gradients,
-and most loops look at nothing else; there the loss is summed at once and other tensors stay where they are until
-somebody computes with them, on all ranks alike, as with logits that are split over tp (see [Note: logits that somebody
-looks at]).
+In evaluation and generation every rank gets the whole output at once. A training forward computes its loss and
+gradients, and most loops read nothing else. So there the loss is distributed at once, and other tensors stay on the
+last stage until all ranks compute with them, like logits split over tp (see [Note: logits that somebody looks at]).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _ASKING = frozenset(
 
 
 class _Slot(NamedTuple):
-    """Represents a tensor in a description: its local shape, and that of the full one where it is split over tp."""
+    """Describes a tensor: its local shape, and the full shape if it is split over tp."""
 
     number: int
     shape: tuple[int, ...]
@@ -52,20 +51,20 @@ class _Slot(NamedTuple):
 
 
 class _Own(NamedTuple):
-    """Represents what every rank has of its own, such as a cache, by the name of the argument."""
+    """Stands for an object that every rank has, such as a cache, by the name of its argument."""
 
     name: str
 
 
 class _Given(NamedTuple):
-    """Represents a tensor that the caller has passed (the encoder's output, in generation), by its number."""
+    """Stands for a tensor that the caller has passed (the encoder's output, in generation), by its number."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class _Fields:
-    """Represents an output object."""
+    """Stands for an output object."""
 
     kind: type
     values: dict[str, Any]
@@ -81,19 +80,19 @@ def broadcast_output(
     later: bool,
     change: Callable[[Tensor], Tensor] | None = None,
 ) -> Any:
-    """The output of the last stage, on every rank of a pipeline.
+    """Output of the last stage, on every rank of a pipeline.
 
     Args:
-        output: that of the last stage, on its rank, without gradients.
+        output: the last stage's output, on its rank, without gradients.
         own: arguments of the forward that every rank gets back as its own (caches).
-        source: the last stage's rank.
-        later: whether tensors other than the loss stay there until somebody computes with them.
-        change: applied to every tensor, or this rank's part of it, that is handed out.
+        source: rank of the last stage.
+        later: whether tensors other than the loss stay there until they are used.
+        change: applied to every tensor, or this rank's part of it, before it is returned.
 
     Raises:
-        UnsupportedError: it holds what cannot be handed out.
+        UnsupportedError: the output holds an object that cannot be distributed.
 
-    Communicates: over pp, a broadcast of a description and of every tensor, or of the scalars alone.
+    Communicates: over pp, a broadcast of a description and of every tensor, or only of the scalars.
     """
     tensors: list[Tensor] = []
     given = [
@@ -124,7 +123,7 @@ def _describe(value: Any, tensors: list[Tensor], known: Mapping[int, int], name:
 
 
 def asked_outputs(model: nn.Module, arguments: Mapping[str, Any]) -> frozenset[str]:
-    """What of its layers a call asks for, by arguments of these names or else by the model's config."""
+    """Intermediate outputs of layers that a call asks for, by arguments of these names or by the model's config."""
     configs = sub_configs(model.config) if isinstance(model, PreTrainedModel) else ()
 
     def is_asked(name: str) -> bool:
@@ -135,10 +134,10 @@ def asked_outputs(model: nn.Module, arguments: Mapping[str, Any]) -> frozenset[s
 
 
 def check_asked_outputs(model: nn.Module, arguments: Mapping[str, Any], at_cut: frozenset[str]) -> None:
-    """Raises the same error on every rank for what stages cannot give.
+    """Raises the same error on every rank if a call asks for outputs that stages do not support.
 
     Args:
-        at_cut: what was asked for when the model was cut.
+        at_cut: outputs that were asked for when the model was cut.
     """
     if not (asked := asked_outputs(model, arguments)):
         return
@@ -160,7 +159,7 @@ def check_asked_outputs(model: nn.Module, arguments: Mapping[str, Any], at_cut: 
 
 @dataclass(frozen=True)
 class _Receiver:
-    """Gives every rank the tensors of an output; see `broadcast_output`."""
+    """Creates the tensors of an output on every rank; see `broadcast_output`."""
 
     tensors: list[Tensor]
     given: list[Tensor]
@@ -184,7 +183,7 @@ class _Receiver:
         return as_logits(as_dtensor(local, self.context.mesh, slot.placements, slot.full_shape), self.context)
 
     def rebuild(self, described: Any) -> Any:
-        """The output that was described."""
+        """The described output."""
         if isinstance(described, _Slot):
             is_later = self.later and described.full_shape + described.shape
             return RemoteTensor(self, described) if is_later else self.receive(described)
@@ -205,9 +204,9 @@ class _Receiver:
 
 
 class RemoteTensor(Tensor):
-    """A tensor of the last stage's rank; whatever computes with it fetches it, on every rank of the pipeline alike.
+    """A tensor on the last stage's rank. An operation that reads it fetches it, on every rank of the pipeline alike.
 
-    Communicates: over pp, with the first such computation one broadcast.
+    Communicates: over pp, one broadcast at the first such operation.
     """
 
     _receiver: _Receiver
@@ -241,16 +240,16 @@ class RemoteTensor(Tensor):
         return func(*args, **kwargs)
 
     def full_tensor(self) -> Tensor:
-        """The tensor itself, plain; every rank must call this, or compute with it.
+        """The plain tensor. Every rank must call this, or compute with the tensor.
 
         Raises:
-            RankError: other ranks do not look at it.
+            RankError: other ranks do not read it within the mesh's timeout.
         """
         value = self.fetch()
         return value.full_tensor() if isinstance(value, DTensor) else value
 
     def fetch(self) -> Tensor:
-        """The tensor as the last stage has it, which may be in parts over tp."""
+        """The tensor as the last stage has it, possibly split over tp."""
         if self._fetched is None:
             group = self._receiver.group
             name = f"{self._name}/{dist.get_process_group_ranks(group)[0]}"
@@ -271,7 +270,7 @@ def _present(value: Any) -> Any:
 
 
 def merge_outputs(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
-    """One output of those of all microbatches: rows one below the other, scalars as their weighted sum."""
+    """Merges the outputs of all microbatches: rows are concatenated, scalars are summed with weights."""
     first = outputs[0]
     if len(outputs) == 1:
         return first
@@ -291,7 +290,7 @@ def merge_outputs(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
 
 
 def _stacked(parts: Sequence[DTensor]) -> Tensor:
-    """Split logits one below the other."""
+    """Concatenates split logits."""
     first = parts[0]
     local = torch.cat([part.to_local().detach() for part in parts])
     shape = (sum(part.shape[0] for part in parts), *first.shape[1:])

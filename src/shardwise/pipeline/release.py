@@ -1,10 +1,10 @@
-"""Gradients that a forward through a pipeline has made, until the loop's backward asks for them.
+"""Stashed gradients of a forward through a pipeline, released by the loop's backward.
 
 # [Note: gradients released by backward]
-Parameters enter the graph of the loss as if it had been computed from them here, so that autograd does with their
-gradients what it always does: `backward()` adds them to `.grad`, `inputs=` chooses some, `torch.autograd.grad` returns
-them, and hooks on parameters are given the gradient of the whole batch, once. The schedule's own backwards, of single
-microbatches, call none of these hooks.
+Parameters enter the loss's graph as if the loss had been computed from them here. So autograd handles their gradients
+as usual: `backward()` adds them to `.grad`, `inputs=` selects some, `torch.autograd.grad` returns them, and hooks on
+parameters receive the gradient of the whole batch, once. The schedule's own backwards, of single microbatches, call
+none of these hooks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ Kept = list[tuple[nn.Parameter, Tensor]]
 
 @contextmanager
 def stashed_grads(model: nn.Module) -> Iterator[Kept]:
-    """Inside, gradients start at nothing; afterwards those of before are back, and the new ones in what was given."""
+    """Context manager: gradients start at None inside; afterwards the previous ones are restored, and the new ones are
+    in the yielded dict.
+    """
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     kept: Kept = []
     for parameter, _ in before:
@@ -67,12 +69,12 @@ def emit_stashed_grads(
     input_gradients: Sequence[Tensor],
     factor: float | Tensor,
 ) -> Tensor:
-    """`loss`, whose backward gives parameters and inputs the gradients that were kept, once.
+    """Returns `loss` with a backward that gives parameters and inputs the stashed gradients, once.
 
     Args:
-        kept: gradients of parameters; it is emptied.
-        inputs: what the caller has passed to the model, with their gradients.
-        factor: what all gradients are multiplied by, beside the gradient that comes in.
+        kept: gradients of parameters; emptied by backward.
+        inputs: tensors that the caller has passed to the model, with their gradients.
+        factor: factor of all gradients, besides the incoming gradient.
     """
     release = _Release(model, [gradient for _, gradient in kept], list(input_gradients), factor)
     parameters = [parameter for parameter, _ in kept]
@@ -129,7 +131,7 @@ class _Refused(torch.autograd.Function):
 
 
 def refuse_gradient(x: Tensor) -> Tensor:
-    """`x`, of which a gradient is an UnsupportedError; what is no floating-point number is as it was."""
+    """`x` with a backward that raises UnsupportedError. Non-float values are returned unchanged."""
     if not x.is_floating_point():
         return x
     with torch.enable_grad():

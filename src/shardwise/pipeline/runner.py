@@ -1,4 +1,4 @@
-"""Runs a model's stages in the order of a schedule, forward and backward: what a training step is under pp."""
+"""Runs a model's stages in the order of a schedule, forward and backward."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _P2PGroup:
     """The group on which the stages of a model, and of its copies, send each other tensors.
 
     Attributes:
-        broken: why it is no longer used.
+        broken: reason why it is no longer used.
     """
 
     group: dist.ProcessGroup | None
@@ -45,7 +45,7 @@ class _P2PGroup:
     users: weakref.WeakSet[PipelineRunner] = field(default_factory=weakref.WeakSet)
 
     def abort(self, why: str) -> None:
-        """Closes the connections (see [Note: a line of its own])."""
+        """Closes the connections (see [Note: a group for stages])."""
         self.broken = why
         for user in self.users:
             user.forget_stages()
@@ -58,21 +58,21 @@ _NUMBERS = itertools.count(1)
 
 
 class PipelineRunner:
-    """Runs the stages of one model; kept on it. Every rank of the mesh must make it at the same point.
+    """Runs the stages of one model; kept on the model. Every rank of the mesh must create it at the same point.
 
-    # [Note: a line of its own]
-    Stages send each other tensors on a group that nothing else knows. Where a stage raises, this rank releases that
-    group: its connections close, and the ranks that wait for the stage fail within a second, also while this rank lives
-    on, in an exception handler or a debugger. gloo closes connections only when nobody refers to a group any more.
+    # [Note: a group for stages]
+    Stages send tensors on a group that nothing else uses. If a stage raises, this rank releases that group. Its
+    connections close, and ranks that wait for the stage fail within a second, even while this rank lives on in an
+    exception handler or a debugger. gloo closes connections only when nothing refers to a group.
 
-    Communicates: the creation of that group.
+    Communicates: creates that group.
 
     Attributes:
         is_first, is_last: whether this rank holds the first or the last stage.
-        times_next: whether the next run notes when which action ran, for `timeline`.
-        name: of this pipeline, the same on every rank and no other's.
-        num_microbatches: how many a forward with gradients takes; as many as fill the pipeline where None.
-        asked_outputs: what of its layers the model's config asked for when it was cut.
+        times_next: whether the next run records the time of each action, for `timeline`.
+        name: unique name of this pipeline, the same on every rank.
+        num_microbatches: number of microbatches of a forward with gradients; None: as many as fill the pipeline.
+        asked_outputs: intermediate outputs that the model's config asked for when it was cut.
     """
 
     asked_outputs: frozenset[str] = frozenset()
@@ -106,10 +106,10 @@ class PipelineRunner:
         return copied
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """The order in which the ranks train on so many microbatches.
+        """The schedule for this number of microbatches.
 
         Raises:
-            ConfigError: the schedule does not take them.
+            ConfigError: the schedule does not support it.
         """
         return build_schedule(
             self.plan.schedule,
@@ -119,7 +119,7 @@ class PipelineRunner:
         )
 
     def takes(self, num_microbatches: int) -> bool:
-        """Whether there is such a schedule."""
+        """Whether the schedule supports this number of microbatches."""
         try:
             self.schedule(num_microbatches)
         except ValueError:
@@ -127,11 +127,11 @@ class PipelineRunner:
         return True
 
     def fitting(self, num_microbatches: int) -> Schedule:
-        """The schedule; where it does not take so many microbatches, one stage after the other."""
+        """The schedule; if it does not support the number of microbatches, one stage after the other."""
         return self.schedule(num_microbatches) if self.takes(num_microbatches) else self.in_order(num_microbatches)
 
     def in_order(self, num_microbatches: int) -> Schedule:
-        """Any number of microbatches through one stage after the other: what evaluation and single rows take."""
+        """A schedule that runs one stage after the other, for evaluation and any number of microbatches."""
         return build_in_order(self.plan.rank_of, num_microbatches)
 
     @property
@@ -148,13 +148,13 @@ class PipelineRunner:
         keeps_outputs: bool = False,
         is_timed: bool = False,
     ) -> ScheduleRun:
-        """Runs all stages of this rank on all microbatches; every rank of the pipeline calls it with the same ones.
+        """Runs all stages of this rank on all microbatches. Every rank of the pipeline calls it with the same ones.
 
         Returns:
-            What the last stage put out, on its rank, where it is kept.
+            Outputs of the last stage, on its rank, if they are kept.
 
         Communicates: what the stages do (see `PipelineStage`), and over the data axes, after the last backward, one
-            reduction of each unit's gradients.
+        reduction of each unit's gradients.
 
         Raises:
             RankError: an earlier run of this pipeline has failed.
@@ -183,7 +183,7 @@ class PipelineRunner:
         return current
 
     def _runtime(self, schedule: Schedule, *, has_backward: bool) -> tuple[Any, list[PipelineStage]]:
-        """The runtime for a schedule and its stages, made once."""
+        """Torch's runtime for a schedule, and its stages; created once per schedule."""
         key = schedule.name, schedule.num_microbatches
         if key not in self._kept:
             stages = [self._stage(number, splits=schedule.splits_backward) for number in self.stages.own]
@@ -224,7 +224,9 @@ class PipelineRunner:
 
     @contextmanager
     def _ends_all_on_failure(self) -> Iterator[None]:
-        """Where a stage raises, the ranks that wait for it fail too, and none of them can go on with half a step."""
+        """Context manager: if a stage raises, the ranks that wait for it fail too, and no rank continues with half a
+        step.
+        """
         with _quiet_runtime():
             try:
                 yield
@@ -233,18 +235,18 @@ class PipelineRunner:
                 raise
 
     def forget_stages(self) -> None:
-        """Lets go of the stages of all schedules, which know the group."""
+        """Drops the stages of all schedules, which hold references to the group."""
         for _, stages in self._kept.values():
             for stage in stages:
                 stage.group = None
         self._kept.clear()
 
     def kept_stages(self) -> list[PipelineStage]:
-        """The stages of all schedules that have been run."""
+        """The stages of all schedules that have run."""
         return [stage for _, stages in self._kept.values() for stage in stages]
 
     def timeline(self) -> Timeline | None:
-        """When which action of the last timed run ran, on all ranks, from its start on; None where none was timed.
+        """Timeline of the last timed run on all ranks; None if there was none.
 
         Communicates: over pp, a gather of the times.
         """
@@ -258,7 +260,7 @@ class PipelineRunner:
 
 @contextmanager
 def _quiet_runtime() -> Iterator[None]:
-    """Inside, torch does not log the whole grid of a schedule in which a stage has failed."""
+    """Context manager: silences torch's log of a whole schedule after a failed stage."""
     logger = torch_schedules.logger
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -269,11 +271,11 @@ def _quiet_runtime() -> Iterator[None]:
 
 
 def runner_of(model: nn.Module) -> PipelineRunner | None:
-    """What runs the stages of a split model, which may be wrapped; None where it has no pp."""
+    """The runner of a split model, which may be wrapped; None without pp."""
     root = registry_of(model).model()
     return None if root is None else root.__dict__.get(_ATTRIBUTE)
 
 
 def attach_runner(model: nn.Module, runner: PipelineRunner) -> None:
-    """Makes `runner_of(model)` give `runner`."""
+    """Makes `runner_of(model)` return `runner`."""
     model.__dict__[_ATTRIBUTE] = runner

@@ -1,18 +1,19 @@
-"""A backward in two parts: gradients of a stage's inputs first, which another stage waits for, those of weights later.
+"""A backward in two parts: first the gradients of a stage's inputs, for which another stage waits, later those of
+weights.
 
 # [Note: split backward]
-torch finds for every weight the nodes at which its path meets the path of the inputs, keeps the gradients that arrive
-there with the first part, and goes on from there with the second (`torch.distributed.pipelining`). What never meets the
-path of the inputs would be lost: an output that depends on weights alone. So outputs are tied to inputs, which adds
-nothing to anyone's gradient. A stage whose inputs need no gradient has no first part: all of its backward is the
-second. Whether any weight is left out is checked against the graph (`check_complete`).
+For every weight, torch finds the nodes at which its path meets the path of the inputs. The first part keeps the
+gradients that arrive there, and the second part continues from there. A weight whose path never meets the path of the
+inputs, because an output depends on weights alone, would be lost. So outputs are tied to inputs, which adds nothing to
+any gradient. A stage whose inputs need no gradient has no first part: its whole backward is the second.
+`check_complete` checks in the graph that no weight is left out.
 
-torch puts weights that meet the inputs at the same node into one group, but not those that share nodes with two others
-(a T5 decoder's first layer, whose self-attention depends on no input of the stage): then a weight is in several groups
-and would be counted more than once, so groups that overlap are joined (`_joined`). And a path between two nodes of a
-group may lead through those of another, whose graph must still be there: it is kept until all groups are done.
+torch groups weights that meet the inputs at the same node, but not weights that share nodes with two others (a T5
+decoder's first layer, whose self-attention depends on no input of the stage). Such a weight is in several groups and
+would be counted several times, so overlapping groups are joined (`_joined`). A path between two nodes of a group may
+lead through those of another group, so the graph is kept until all groups are done.
 
-torch before 2.13 gets weights wrong that a stage uses twice. There, and only there, the second part computes the
+torch before 2.13 computes wrong gradients for weights that a stage uses twice. Only there, the second part computes the
 gradients of the activations again.
 """
 
@@ -33,7 +34,7 @@ _FINDS_ALL_USES = hasattr(torch_backward, "_autograd_grad_for_inputs")  # torch 
 
 
 def detached_alias(x: Tensor) -> Tensor:
-    """`x` as a tensor of its own that shares its memory and is no view: it may be detached or written to in place."""
+    """`x` as a separate tensor that shares its memory and is no view: it may be detached or written to in place."""
     return torch.ops.aten._unsafe_view(x, x.shape)
 
 
@@ -49,7 +50,7 @@ class _Tie(torch.autograd.Function):
 
 
 def tie(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """`outputs`, of which those with gradients now depend on `inputs` as well, whose gradients do not change."""
+    """`outputs`, where those with gradients also depend on `inputs`. The gradients of `inputs` do not change."""
     needed = [x for x in inputs if x.requires_grad]
     tied = [x for x in outputs if x.requires_grad]
     if not needed or not tied:
@@ -61,10 +62,10 @@ def tie(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ..
 def backward_inputs(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor], weights: Iterable[nn.Parameter]
 ) -> tuple[list[Tensor | None], SecondPart]:
-    """The first part of a backward: the gradients of `inputs`, and what computes those of `weights` when it is called.
+    """First part of a backward: returns the gradients of `inputs`, and a function that computes those of `weights`.
 
     Args:
-        outputs: tied to `inputs`.
+        outputs: outputs that are tied to `inputs`.
     """
     needed = [x for x in inputs if x.requires_grad]
     own = list(weights)
@@ -81,9 +82,7 @@ def backward_inputs(
 
 
 def _joined(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Torch's groups of weights, those that have weights or nodes in common as one, without nodes that no gradient has
-    reached.
-    """
+    """Torch's groups of weights, with overlapping groups joined, without nodes that no gradient has reached."""
     joined: list[tuple[set[Any], dict[Any, Any]]] = []
     for group in groups:
         weights = set(group["params"])
@@ -102,14 +101,14 @@ def _joined(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _hold(node: Any, saved: Any) -> Any:
-    """Has the second part begin at a node with the gradients that were noted there: hooks on the tensor that it made
-    have changed those in the first part, and would do so again.
+    """Makes the second part begin at a node with the gradients that the first part recorded there. Tensor hooks have
+    already changed them, and would do so again.
     """
     return node.register_prehook(lambda _: saved)
 
 
 class SecondPart:
-    """The second part: adds the gradients of weights to `.grad` when it is called, once."""
+    """Second part of a backward: adds the gradients of weights to `.grad` when called, once."""
 
     def __init__(
         self,
@@ -136,14 +135,14 @@ class SecondPart:
 
 
 def check_complete(ends: Sequence[Any], inputs: Sequence[Tensor], second: SecondPart, *, stage: int) -> None:
-    """Raises where a weight that the outputs depend on is in no group of the second part, so that its gradient would be
-    lost silently.
+    """Raises if a weight on which the outputs depend is in no group of the second part. Its gradient would be lost
+    silently.
 
     Args:
-        ends: the outputs' nodes in the graph, which they release in the first part.
+        ends: the outputs' graph nodes, which the outputs release in the first part.
 
     Raises:
-        LayoutError: saying how many weights, and of what shapes.
+        LayoutError: names the number and shapes of such weights.
     """
     if second.groups is None:
         return
@@ -160,7 +159,7 @@ def check_complete(ends: Sequence[Any], inputs: Sequence[Tensor], second: Second
 
 
 def _accumulating(roots: Iterable[Any]) -> list[Any]:
-    """The nodes at the ends of the graph, which add to `.grad`."""
+    """Leaf nodes of the graph, which add to `.grad`."""
     pending, seen, found = [root for root in roots if root is not None], set(), []
     while pending:
         node = pending.pop()

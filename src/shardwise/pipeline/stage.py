@@ -1,11 +1,11 @@
-"""A stage under torch's pipeline runtime: receives, computes, sends, as the runtime's order says.
+"""A stage under torch's pipeline runtime: receives, computes and sends in the runtime's order.
 
 # [Note: stages under torch's runtime]
-`_PipelineScheduleRuntime` runs any order of actions, adds sends and receives to it, and gathers and reduces what FSDP2
-holds. It asks a stage for a few methods; ours are these, and not those of `PipelineStage`: that one votes about shapes,
-runs the model to find them, keeps one buffer a microbatch for ever, and is another one in every version of torch
-(docs/decisions/0035-what-torchs-pipelining-does.md). Here shapes are known from the arguments, so that they may differ
-from step to step; buffers are made when a receive is posted and go with the backward.
+`_PipelineScheduleRuntime` runs any order of actions, adds sends and receives, and gathers and reduces FSDP2's units. It
+calls a few methods of a stage. This class implements them instead of using torch's `PipelineStage`, which exchanges
+shapes, runs the model to find them, keeps one buffer per microbatch forever, and differs between torch versions
+(docs/decisions/0035-what-torchs-pipelining-does.md). Here shapes follow from the arguments, so they may differ between
+steps. A buffer is allocated when its receive is posted and freed after the backward.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = ["Microbatch", "PipelineStage", "ScheduleRun"]
 
 @dataclass
 class Microbatch:
-    """What every stage is given of one microbatch.
+    """Input of all stages for one microbatch.
 
     Attributes:
-        arguments: of the model's forward.
-        loss_of: gives, for the model's output on the last stage, the scalar that backward starts from; None where
-            there is no backward.
-        caches: of keys and values, which each stage is given in its own way.
+        arguments: arguments of the model's forward.
+        loss_of: computes from the model's output, on the last stage, the scalar on which backward is called; None
+            without backward.
+        caches: key/value caches, which each stage gets in its own form.
     """
 
     arguments: Mapping[str, Any]
@@ -50,12 +50,12 @@ class Microbatch:
 
 @dataclass
 class ScheduleRun:
-    """One run of a schedule: what its stages share.
+    """State that the stages share in one run of a schedule.
 
     Attributes:
-        seed: of the random streams (see `SplitContext.stage_stream`).
-        outputs: of the last stage, by microbatch, where `keeps_outputs`.
-        spans: when which action ran, in seconds of `time.perf_counter`, where `is_timed`.
+        seed: seed of the random streams (see `SplitContext.stage_stream`).
+        outputs: the last stage's outputs by microbatch, with `keeps_outputs`.
+        spans: times of the actions, in seconds of `time.perf_counter`, with `is_timed`.
     """
 
     parts: Sequence[Microbatch]
@@ -74,13 +74,13 @@ class PipelineStage(Base):
     """One stage of this rank; see [Note: stages under torch's runtime].
 
     Args:
-        rank_of: the rank of the group that holds each stage.
-        root: what FSDP2 gathers and reduces for this stage, or any module that holds its parameters.
-        splits: whether the schedule computes gradients of weights apart from those of inputs.
-        enters_root: whether `root` runs the stage when it is called with arguments and what was received.
+        rank_of: rank in the group of each stage.
+        root: FSDP2 root of this stage, or any module that holds its parameters.
+        splits: whether the schedule computes gradients of weights separately from those of inputs.
+        enters_root: whether calling `root` with arguments and received tensors runs the stage.
 
-    Communicates: with the ranks of the stages before and after, one message for every tensor that crosses the cut and
-        every microbatch: forward, and back for those that need a gradient.
+    Communicates: with the ranks of the previous and the next stage, one message per cut tensor and microbatch in
+    forward, and one in backward for those that need a gradient.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class PipelineStage(Base):
 
     @property
     def args_recv_info(self) -> Any:
-        """Torch's account of receives, which stays empty."""
+        """Torch's record of receives, which stays empty."""
         return {0: ()}
 
     @args_recv_info.setter
@@ -131,7 +131,7 @@ class PipelineStage(Base):
         return None
 
     def clear_runtime_states(self) -> None:
-        """Lets go of everything that a run has left."""
+        """Drops all state of a run."""
         for kept in (self._received, self._gradients, self._later, self._forwards, self.bwd_cache):
             kept.clear()
 
@@ -154,25 +154,25 @@ class PipelineStage(Base):
         return torch.empty(like.shape, dtype=like.dtype, device=self.device)
 
     def get_fwd_recv_ops(self, number: int) -> list[dist.P2POp]:
-        """Receives of what the stage before sends."""
+        """Receives from the previous stage."""
         self._received[number] = tuple(map(self._empty, self._crossing(number)[0]))
         self.most_received = max(self.most_received, len(self._received))
         return self._receive(self._received[number], self.stage_index - 1)
 
     def get_fwd_send_ops(self, number: int) -> list[dist.P2POp]:
-        """Sends of what this stage has computed."""
+        """Sends of this stage's outputs."""
         outputs, _ = self._forwards[number] if self.round.has_backward else self._forwards.pop(number)
         return self._send([x.detach().contiguous() for x in outputs], self.stage_index + 1)
 
     def get_bwd_recv_ops(self, number: int) -> list[dist.P2POp]:
-        """Receives of the gradients of what this stage has sent."""
+        """Receives of the gradients of this stage's outputs."""
         if not self.round.has_backward or self.is_last:
             return []
         self._gradients[number] = tuple(self._empty(x) if x.needs_gradient else None for x in self._crossing(number)[1])
         return self._receive(self._gradients[number], self.stage_index + 1)
 
     def get_bwd_send_ops(self, number: int) -> list[dist.P2POp]:
-        """Sends of the gradients of what this stage has received."""
+        """Sends of the gradients of this stage's inputs."""
         if not self.round.has_backward or self.is_first:
             return []
         return self._send(self.bwd_cache.pop(number), self.stage_index - 1)
@@ -180,15 +180,15 @@ class PipelineStage(Base):
     # Stages that follow each other on one rank hand over instead; copies, because either may write to what it has.
 
     def set_local_fwd_input(self, outputs: Any, number: int) -> None:
-        """Takes what the stage before, on this rank too, has computed."""
+        """Takes the outputs of the previous stage on this rank."""
         self._received[number] = tuple(x.detach().clone() for x in outputs)
 
     def get_local_bwd_output(self, number: int) -> tuple[Tensor | None, ...]:
-        """The gradients that the stage before takes."""
+        """Gradients for the previous stage on this rank."""
         return self.bwd_cache.pop(number) if self.round.has_backward else ()
 
     def set_local_bwd_input(self, gradients: tuple[Tensor | None, ...], number: int) -> None:
-        """Takes the gradients from the stage after, on this rank too."""
+        """Takes the gradients from the next stage on this rank."""
         if self.round.has_backward:
             self._gradients[number] = gradients
 
@@ -201,7 +201,7 @@ class PipelineStage(Base):
         kwargs: Any = None,
         save_forward_output: bool = True,  # noqa: FBT001, FBT002 - torch's
     ) -> Any:
-        """Forward of one microbatch. The last stage returns the scalar that backward starts from, or None."""
+        """Forward of one microbatch. The last stage returns the scalar on which backward is called, or None."""
         start = time.perf_counter()
         part, back = self.round.parts[number], self.round.has_backward
         incoming, _ = self._crossing(number)
@@ -245,7 +245,7 @@ class PipelineStage(Base):
         full_backward: bool = True,  # noqa: FBT001, FBT002 - torch's
         last_backward: bool = False,  # noqa: FBT001, FBT002
     ) -> None:
-        """Backward of one microbatch, or where it is not the full one, its first part."""
+        """Backward of one microbatch, or its first part if it is not a full backward."""
         if not self.round.has_backward:
             return
         start = time.perf_counter()
@@ -283,7 +283,7 @@ class PipelineStage(Base):
         return found
 
     def backward_weight_one_chunk(self, number: int, last_backward: bool = False) -> None:  # noqa: FBT001, FBT002
-        """The second part of a backward."""
+        """Second part of a backward."""
         if not self.round.has_backward:
             return
         start = time.perf_counter()
@@ -292,10 +292,11 @@ class PipelineStage(Base):
         self._note(Kind.BACKWARD_WEIGHT, number, start)
 
     def _before_backward(self, *, is_split: bool) -> None:
-        """Puts off what FSDP2 reduces to the end of the schedule, and has it hold what the graph was made with.
+        """Delays FSDP2's reductions to the end of the schedule, and makes modules hold the parameters with which the
+        graph was made.
 
         Both parts of a backward look up parameters before autograd runs. ZeRO stage 3 has freed them after the forward,
-        and those at rest are not in the graph: their gradients would be lost silently.
+        and the sharded ones are not in the graph: their gradients would be lost silently.
         """
         if not self._is_managed:
             return

@@ -1,1 +1,1 @@
-"""What only a run answers: a tiny model is run, and what is found is kept on disk."""
+"""Questions that only a run answers: runs tiny models, and caches the answers on disk."""

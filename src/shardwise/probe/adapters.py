@@ -1,4 +1,4 @@
-"""Adapters tried with the plan of their base: a tiny model with adapters like the model's, on simulated ranks."""
+"""Tries adapters with the plan of their base: a tiny model with similar adapters, on simulated ranks."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ def try_adapters(
     model: nn.Module, plan: Plan, facts: ModelFacts, *, num_parts: int, sequence_parallel: bool = False
 ) -> None:
     """Trains a tiny model with adapters like those of `model`, split by the base's plan, and compares every gradient.
-    What passes is kept on disk. Says in the log where it cannot be tried. Communicates nothing.
+
+    Caches success on disk. Logs if it cannot be tried. Communicates nothing.
 
     Raises:
-        PlanError: they compute something else, and the base alone does not.
+        PlanError: the results differ, and those of the base alone do not.
     """
     assert facts.adapters is not None
     base = without_adapters(model)

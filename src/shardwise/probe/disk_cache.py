@@ -30,14 +30,14 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 def cache_path(model: nn.Module, question: str, described: Mapping[str, Any]) -> Path | None:
-    """The file with the answer to a question about a model of this architecture and size.
+    """Path of the cached answer to a question about a model of this architecture and size.
 
     Args:
-        question: "plan" for how it is split, or another word.
+        question: "plan" for its plan, or another word.
         described: what the answer depends on besides the model, the libraries and our code.
 
     Returns:
-        None for models with code of their own, whose classes may be edited under the same name.
+        None for models with custom code, whose classes may be edited under the same name.
     """
     if not is_of_transformers(model):
         return None
@@ -63,7 +63,7 @@ def cache_path(model: nn.Module, question: str, described: Mapping[str, Any]) ->
 
 @functools.cache
 def _source_digest() -> str:
-    """A digest of the package's source, so that an edited checkout uses no answers of older code."""
+    """Digest of the package's source, so that an edited checkout ignores the answers of older code."""
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -71,7 +71,7 @@ def _source_digest() -> str:
 
 
 def read(path: Path | None, parse: Callable[[Any], Answer]) -> Answer | None:
-    """`parse` of the JSON value in the file; None where there is no file, or `parse` raises `ValueError`."""
+    """`parse` of the JSON value in the file; None if there is no file, or `parse` raises `ValueError`."""
     try:
         if path is None or not path.is_file():
             return None
@@ -84,7 +84,7 @@ def read(path: Path | None, parse: Callable[[Any], Answer]) -> Answer | None:
 
 
 def write(path: Path | None, value: Any) -> None:
-    """Writes a JSON value; where that fails, the next call finds the answer again."""
+    """Writes a JSON value; ignores write errors, after which the next call computes the answer again."""
     if path is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""What keeps documents of packed or padded rows apart in a model: tried on a tiny model, known by no name."""
+"""Finds out by a tiny model how documents in packed or padded rows are kept apart."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _TOLERANCE = 1e-4
 
 
 def probe_document_masking(config: PreTrainedConfig, auto_class: Any, *, packed: bool) -> DocumentMasking:
-    """What a model of `config` needs so that documents in a row compute what they compute alone.
+    """The inputs that a model of `config` needs so that documents in a row give the same results as alone.
 
     Args:
-        packed: whether several share a row; else one does with padding.
+        packed: whether several documents share a row; else one document with padding.
 
     Raises:
-        UnsupportedError: nothing keeps them apart; or there is no tiny model.
+        UnsupportedError: no input keeps them apart, or there is no tiny model.
     """
     model = build_tiny_model(shrink_config(copy.deepcopy(config)), auto_class, seed=0).eval()
     ids = make_batch(model, batch_size=1, sequence_length=_WIDTH, seed=0)["input_ids"]
@@ -60,7 +60,7 @@ def probe_document_masking(config: PreTrainedConfig, auto_class: Any, *, packed:
 
 
 def _fault(model: nn.Module, ids: Tensor, lengths: tuple[int, ...], inputs: Mapping[str, Tensor]) -> str:
-    """What is wrong with the documents of one row, empty where they compute what they do alone."""
+    """Difference between the documents of one row and the same documents alone, in words; "" if there is none."""
     together = _logits(model, ids, inputs)
     start = 0
     for number, length in enumerate(lengths):

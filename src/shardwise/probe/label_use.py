@@ -1,4 +1,4 @@
-"""How a model uses its labels: found out once by a tiny model, and kept on disk."""
+"""Finds out by a tiny model how a model uses its labels, and caches the answer on disk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NOTICEABLE = 1e-4  # of the largest logit: rounding is a thousand times smaller
 
 
 def find_label_use(model: nn.Module) -> LabelUse | None:
-    """Returns `probe_label_use(model)`, or what an earlier call answered for such a model. Communicates nothing."""
+    """Cached `probe_label_use(model)`. Communicates nothing."""
     if not may_shift(model):
         return None
     path = cache_path(model, "labels", {})
@@ -42,9 +42,7 @@ def _parse(value: Any) -> tuple[LabelUse | None]:
 
 
 def probe_label_use(model: nn.Module) -> LabelUse | None:
-    """How a model uses its labels; None where its class leaves no question, and where no tiny model of its architecture
-    can tell.
-    """
+    """How a model uses its labels; None if its class leaves no question, or no tiny model can tell."""
     if not isinstance(model, PreTrainedModel) or not may_shift(model):
         return None
     try:
@@ -63,7 +61,7 @@ def probe_label_use(model: nn.Module) -> LabelUse | None:
 
 
 def _uses_first_label(model: nn.Module, batch: dict[str, Tensor]) -> bool:
-    """Whether the loss depends on the first label, where there is no other."""
+    """Whether the loss depends on the first label, if there is no other."""
     losses = []
     for label in (0, 1):
         labels = torch.full_like(batch["labels"], _IGNORED)
@@ -73,7 +71,7 @@ def _uses_first_label(model: nn.Module, batch: dict[str, Tensor]) -> bool:
 
 
 def _sees_next_token(model: nn.Module, batch: dict[str, Tensor]) -> bool:
-    """Whether logits depend on tokens after their own."""
+    """Whether logits depend on later tokens."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     ids = inputs["input_ids"]
     middle = ids.shape[-1] // 2
@@ -84,7 +82,7 @@ def _sees_next_token(model: nn.Module, batch: dict[str, Tensor]) -> bool:
 
 
 def _mixes_rows(model: nn.Module) -> bool:
-    """Whether the logits of half of a batch are others than in the batch."""
+    """Whether the logits of half of a batch differ from those in the batch."""
     full = {name: value for name, value in make_batch(model, batch_size=4, seed=0).items() if name != "labels"}
     with suppress(Exception):  # it takes no such batch
         return _differ(torch.cat([model(**part).logits for part in split_rows(full, 4, 2)]), model(**full).logits)
@@ -92,7 +90,7 @@ def _mixes_rows(model: nn.Module) -> bool:
 
 
 def _adds_up(model: PreTrainedModel) -> bool:
-    """Whether the loss of a batch is that of its halves, each weighted by its targets, some of which count nothing."""
+    """Whether the loss of a batch is the mean of its halves' losses, weighted by their targets."""
     with suppress(Exception):  # it takes no such batch
         batch = _make_uneven(model)
         parts = split_rows(batch, 4, 2)
@@ -106,7 +104,7 @@ def _adds_up(model: PreTrainedModel) -> bool:
 
 
 def _make_uneven(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Four rows of which some are padded, with targets there too, and with targets of -100 and of the padding token."""
+    """Four rows, some padded, with targets on padding, targets of -100, and targets equal to the padding token."""
     batch = make_batch(model, batch_size=4, seed=0)
     if "attention_mask" in batch:
         batch["attention_mask"] = make_batch(model, batch_size=4, seed=0, padding="right")["attention_mask"]

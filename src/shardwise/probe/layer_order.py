@@ -1,7 +1,7 @@
 """Finds out how a model can be cut into stages, and tries it.
 
-A tiny model with as many layers as the model, of the same kinds, runs once and is watched. Then it runs again stage by
-stage, cut before every layer, and must compute the same loss and gradients. What was found is kept on disk.
+A tiny model with as many layers as the model, of the same kinds, runs once and is watched. Then it runs stage by stage,
+cut before every layer, and must compute the same loss and gradients. The result is cached on disk.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _ALLOWED = 1e-3  # of the largest entry of a gradient
 
 
 def find_layer_order(model: nn.Module) -> LayerOrder:
-    """The layers of `model` as they run, what passes between them, and who uses which parameter. Communicates nothing.
+    """The layers of `model` in order of execution, the tensors between them, and the users of each parameter.
+    Communicates nothing.
 
     Args:
         model: a transformers model, real or meta, unsplit.
@@ -70,7 +71,7 @@ def _order_of(model: PreTrainedModel) -> LayerOrder:
 
 
 def tried_order(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection[str] = (), drops: bool) -> LayerOrder:
-    """What was seen of a tiny model, if it computes the same when it is cut so.
+    """The layer order of a tiny model, if the model computes the same when it is cut accordingly.
 
     Raises:
         PlanError: it does not.
@@ -96,7 +97,9 @@ def tried_order(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection
 
 
 def _check_training(tiny: PreTrainedModel, batch: Mapping[str, Any], order: LayerOrder) -> None:
-    """Runs what other stages compute in training mode: raises as a stage would. Nothing where it cannot be trained."""
+    """Runs the code of other stages in training mode, and raises what a stage would raise. Does nothing if the model
+    cannot be trained.
+    """
     if tiny.training:
         return
     trained = copy.deepcopy(tiny).train()
@@ -109,7 +112,7 @@ def _check_training(tiny: PreTrainedModel, batch: Mapping[str, Any], order: Laye
 
 
 def _stages_of_one(model: nn.Module, order: LayerOrder) -> Stages:
-    """All stages in one model, one for every segment, in place."""
+    """All stages in one model, one per segment, in place."""
     starts = tuple(range(len(order.calls)))
     return build_local_stages(
         model, PipelinePlan(order=order, schedule="1f1b", starts=starts, rank_of=starts), own=starts
@@ -117,10 +120,10 @@ def _stages_of_one(model: nn.Module, order: LayerOrder) -> Stages:
 
 
 def train_in_stages(stages: Sequence[Stages], batch: Mapping[str, Any]) -> tuple[Any, list[tuple[Tensor, ...]]]:
-    """One forward and backward through all stages.
+    """Forward and backward through all stages.
 
     Returns:
-        The output of the last one, and what every cut was crossed by.
+        The output of the last stage, and the tensors at every cut.
     """
     sent: list[tuple[Tensor, ...]] = []
     received: list[tuple[Tensor, ...]] = [()]
@@ -142,7 +145,7 @@ def train_in_stages(stages: Sequence[Stages], batch: Mapping[str, Any]) -> tuple
 def _returns_around(
     tiny: nn.Module, at: str, order: LayerOrder, returns: Mapping[str, Returned]
 ) -> dict[str, Returned]:
-    """Of `returns`, the module whose code failed, or one around it, and all modules of that class."""
+    """The module in `returns` whose code failed, or one around it, and all modules of that class."""
     for name in upwards(at):
         if name in order.returns:
             break
@@ -161,7 +164,7 @@ def no_stages(name: str, why: str, *, at: str, fix: str = "use pp1") -> PlanErro
 
 
 def _difference(tiny: nn.Module, batch: Mapping[str, Any], order: LayerOrder) -> str:
-    """What a tiny model computes differently when it is cut before every layer, in words."""
+    """Difference of a tiny model's results when it is cut before every layer, in words."""
     unsplit, cut = copy.deepcopy(tiny), copy.deepcopy(tiny)
     own = list(cut.parameters())  # before they go
     loss = loss_or_surrogate(unsplit(**clone_batch(batch)))

@@ -1,4 +1,4 @@
-"""Trying a split: a tiny model is trained on simulated ranks and held against the full one, in milliseconds."""
+"""Tries a split: trains a tiny model on simulated ranks and compares it with the full one, in milliseconds."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _REASON = 200  # letters of an error that are kept
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What trying a plan showed.
+    """Result of trying a plan.
 
     Attributes:
-        passed: whether loss and every gradient are the full model's.
-        module: FQN of the innermost module that was running where it failed, "" where nothing did.
-        lacks_stack: whether there was no list of layers along whose sequence to split.
-        num_collectives: what one rank's forward and backward communicated, where it passed.
+        passed: whether loss and every gradient equal the full model's.
+        module: FQN of the innermost module that was running at the failure; "" if there was none.
+        lacks_stack: whether there was no list of layers along which to split the sequence.
+        num_collectives: number of collectives in one rank's forward and backward, if it passed.
     """
 
     passed: bool
@@ -57,15 +57,15 @@ class Verdict:
 
 
 class Trial:
-    """A tiny model, its batch, and what the full one computes of it.
+    """A tiny model, its batch, and the full model's results.
 
     Args:
-        tiny: has not run yet; every rank is given a copy, because modules may keep what they computed.
+        tiny: a model that has not run yet. Every rank gets a copy, because modules may cache results.
         padded: one padded row, for runs in training mode with dropout.
-        drops: whether to train with dropout on it: what a model never draws need not be right.
+        drops: whether to train with dropout on it. A model that never drops need not be right with dropout.
 
     Raises:
-        UnsupportedError: it computes other numbers when it runs again.
+        UnsupportedError: its results are not deterministic.
     """
 
     def __init__(
@@ -93,12 +93,14 @@ class Trial:
         self.gradients = self._truth.gradients
 
     def inputs(self) -> dict[str, Any]:
-        """A copy of the batch: some models write into what they are given."""
+        """A copy of the batch, because some models write into their inputs."""
         return clone_batch(self.batch)
 
     def run(self, plan: Plan, *, sequence_parallel: bool = False) -> Verdict:
-        """Trains the tiny model one step, split by `plan`, and compares; also on the padded row with dropout, if there
-        is one: what ranks drop must be what the full tiny model could drop.
+        """Trains the tiny model one step, split by `plan`, and compares.
+
+        Also compares a step on the padded row with dropout, if there is one: the full model must give the same result
+        with the ranks' dropout masks.
         """
         asked = plan, sequence_parallel
         if asked not in self._found:
@@ -136,7 +138,7 @@ class Trial:
     def _split(
         self, tiny: nn.Module, plan: Plan, batch: Mapping[str, Any], *, sequence_parallel: bool
     ) -> list[_Result] | Verdict:
-        """What each rank computes of the batch; the verdict where it fails."""
+        """Results of each rank for the batch; a verdict if it fails."""
         spec, shape = ParallelSpec(sequence_parallel=sequence_parallel), MeshShape(tp_size=self.num_parts)
 
         def rank(group: SimulatedGroup, decided: SplitPlan) -> _Result:
@@ -164,7 +166,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class _Result:
-    """What a rank, or the full tiny model, computed, communicated and drew, and its random state afterwards."""
+    """Results of a rank or the full tiny model: loss, gradients, collectives, draws, and random state afterwards."""
 
     loss: float
     gradients: Mapping[str, Tensor]
@@ -174,7 +176,7 @@ class _Result:
 
 
 def _train(model: nn.Module, batch: Mapping[str, Any], redraws: ReplayRandom | None = None) -> _Result:
-    """What the full model computes, given what ranks drew."""
+    """Results of the full model, given the ranks' draws."""
     with redraws or nullcontext():
         loss = _loss(model, batch)
     loss.backward()
@@ -187,7 +189,7 @@ def _loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 
 def _difference(found: _Result, truth: _Result) -> str:
-    """What a rank computed differently from the full tiny model, in words."""
+    """Difference of a rank's results from the full tiny model's, in words."""
     if not abs(found.loss - truth.loss) <= _LOSS:
         return f"loss {found.loss:.6f} instead of {truth.loss:.6f}"
     for name, expected in truth.gradients.items():
@@ -200,7 +202,7 @@ def _difference(found: _Result, truth: _Result) -> str:
 
 @contextmanager
 def reraise_as(explain: Callable[[Verdict], ShardwiseError]) -> Iterator[None]:
-    """Raises what `explain` makes of it where the model's own code, which may fail in any way, fails in the block."""
+    """Context manager: converts any error of the model's own code by `explain`."""
     try:
         yield
     except ShardwiseError:
@@ -210,7 +212,7 @@ def reraise_as(explain: Callable[[Verdict], ShardwiseError]) -> Iterator[None]:
 
 
 def verdict_of_exception(error: Exception) -> Verdict:
-    """The verdict on a plan with which running a model raised `error`."""
+    """Verdict on a plan with which the model raised `error`."""
     if isinstance(error, ShardwiseError):
         reason = " ".join(str(error).split())  # whole: it ends with the remedy
     else:
@@ -219,7 +221,7 @@ def verdict_of_exception(error: Exception) -> Verdict:
 
 
 def _running(error: BaseException) -> str:
-    """FQN of the innermost module whose code was running when the error was raised, "" where none was."""
+    """FQN of the innermost module whose code was running when the error was raised; "" if there was none."""
     running, trace = [], error.__traceback__
     while trace is not None:
         owner = trace.tb_frame.f_locals.get("self")

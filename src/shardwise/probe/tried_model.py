@@ -47,10 +47,10 @@ _SMALL_ENOUGH = 8_000_000
 
 
 def trial_of(tiny: PreTrainedModel, *, num_parts: int, drops: bool) -> Trial:
-    """Trials of what `build_tried_model` gave.
+    """Trial with the result of `build_tried_model`.
 
     Raises:
-        PlanError: it does not run unsplit.
+        PlanError: the model does not run unsplit.
     """
     batch = make_batch(tiny, seed=0)
     set_runnable_mode(tiny, batch)
@@ -81,7 +81,7 @@ def on_cpu(model: Model) -> Model:
 
 
 def build_tried_model(model: PreTrainedModel, **shrinking: Any) -> PreTrainedModel:
-    """The model with other weights, or where it is large a tiny one, made by `shrink_config` with these options."""
+    """The model with other weights; for a large one, a tiny model made by `shrink_config` with these options."""
     own_size = is_small(model)
     if own_size and not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         tiny = on_cpu(copy.deepcopy(model)).float().eval().requires_grad_()  # whatever the caller trains, and where
@@ -100,10 +100,10 @@ def build_tried_model(model: PreTrainedModel, **shrinking: Any) -> PreTrainedMod
 
 
 def smallest_with_all_layer_kinds(build: Callable[[int], Model], model: nn.Module) -> Model:
-    """What `build` makes of the fewest layers that are of every kind of `model`'s; of two where no few are.
+    """Result of `build` with the fewest layers that cover every kind in `model`; with two layers if no number does.
 
     Args:
-        build: a model like `model`, of that many layers if they are all alike.
+        build: builds a model like `model` with the given number of layers, if they are all alike.
     """
     wanted, tried = _kinds(model), map(build, range(2, _MAX_LAYERS + 1))
     first = next(tried)
@@ -115,12 +115,12 @@ def _kinds(model: nn.Module) -> set[tuple[str, frozenset[str]]]:
 
 
 def layer_kind(layer: str, names: frozenset[str]) -> tuple[str, frozenset[str]]:
-    """What makes layers alike: their stack, and the names of what they hold, whatever the length of lists."""
+    """Kind of a layer: its stack, and the names inside it, whatever the length of lists."""
     return layer.rpartition(".")[0], frozenset(ITEM.sub(r"\1*", name) for name in names)
 
 
 def names_in(model: nn.Module, layer: str) -> frozenset[str]:
-    """The names of a layer's parameters and of the modules that own them, from after its own name on."""
+    """Names of a layer's parameters and of the modules that own them, relative to the layer."""
     module = model.get_submodule(layer)
     own = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     return frozenset(f".{name}" for each in own for name in (each, each.rpartition(".")[0]) if name)

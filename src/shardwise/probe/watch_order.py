@@ -1,7 +1,7 @@
-"""Watches a tiny model run: its layers in the order in which they run, what crosses every cut, who uses what.
+"""Watches a tiny model run: the order of its layers, the tensors at every cut, the users of parameters.
 
-A tensor depends on parameters if something was computed from one on the way to it; made in one segment and used in a
-later one, it crosses every cut between the two.
+A tensor depends on parameters if a parameter was used to compute it. If it is made in one segment and used in a later
+one, it crosses every cut between the two.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ def watch_order(
     """Runs a tiny model once.
 
     Returns:
-        What its layers did, and of all of its modules what they return, where that looks like their arguments.
+        The layer order, and the outputs of all modules that look like their arguments.
 
-    What dropout makes of a tensor that depends on no parameters, and later segments use, crosses cuts like what depends
-    on parameters: one stage drops, all others are sent what is left.
+    The dropout of a tensor that depends on no parameters crosses cuts too if later segments use it: one stage draws,
+    and the others receive the result.
 
     Args:
-        layers: the modules that are cut apart; by default the outermost layers.
+        layers: the modules at which to cut; default: the outermost layers.
         drops: whether the large model has dropout.
 
     Raises:
-        PlanError: no layer runs, or what a layer computes inside is used after it.
+        PlanError: no layer runs, or a value from inside of a layer is used after it.
     """
     model = _untied(tiny)
     watcher = _watched(model, batch, layers, shares_dropped=False)
@@ -133,7 +133,7 @@ class _Watcher(TorchFunctionMode):
         return out
 
     def _note_dropped(self, func: Any, args: Any, used: Iterable[Tensor], out: Any) -> None:
-        """What dropout makes of a tensor that depends on no parameters, and what is computed from that."""
+        """Records dropout of a tensor that depends on no parameters, and results computed from it."""
         known = next((self.dropped[id(value)][1] for value in used if id(value) in self.dropped), None)
         if known is not None or is_dropout(func):
             segment = self.segment if known is None else known
@@ -152,7 +152,7 @@ class _Watcher(TorchFunctionMode):
         return self.values.setdefault(id(value), known)
 
     def use(self, values: Any) -> None:
-        """Something computes with these tensors in the current segment."""
+        """Records that the current segment computes with these tensors."""
         for value in values:
             if id(value) in self.parameters:
                 self.uses.setdefault(self.parameters[id(value)], set()).add(self.segment)
@@ -163,7 +163,7 @@ class _Watcher(TorchFunctionMode):
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Inside, calls of modules are seen."""
+        """Context manager: records calls of modules."""
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
                 if name in self.around:
@@ -208,7 +208,7 @@ class _Watcher(TorchFunctionMode):
         self.returned.setdefault(call.fqn, []).append((is_tuple, like))
 
     def _like(self, arguments: Mapping[str, Any], value: Any) -> str | tuple[int, int] | None:
-        """What a value looks like, see `Returned`; else which it is and how often it has been used, None if nothing."""
+        """Description of a value, see `Returned`; else its number and use count; None if it is nothing known."""
         if value is None:
             return ""
         if not isinstance(value, Tensor):
@@ -221,7 +221,7 @@ class _Watcher(TorchFunctionMode):
         return (id(value), self.values[id(value)].count) if name is None and id(value) in self.values else name
 
     def _returns(self) -> dict[str, Returned]:
-        """What modules return, of those that say the same in all calls; nothing for what is never used."""
+        """Outputs of modules that look the same in all calls; without those that are never used."""
         found: dict[str, Returned] = {}
         for fqn, calls in self.returned.items():
             distinct = {(is_tuple, tuple(map(self._if_used, like))) for is_tuple, like in calls}
@@ -238,10 +238,10 @@ class _Watcher(TorchFunctionMode):
         return None if self.values[key].count > count else ""
 
     def found(self) -> tuple[LayerOrder, dict[str, Returned]]:
-        """What was seen, see `watch_order`.
+        """The results of `watch_order`.
 
         Raises:
-            PlanError: no layer ran, or there is something that is found at no anchor.
+            PlanError: no layer ran, or a value has no anchor.
         """
         if not self.calls:
             raise PlanError(

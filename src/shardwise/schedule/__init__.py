@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: what every rank computes and in which order, what it holds, how long it waits."""
+"""Pipeline schedules as data: what every rank computes in which order, what it holds, how long it waits."""

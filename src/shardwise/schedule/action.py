@@ -1,4 +1,4 @@
-"""What a rank does in a pipeline, one action at a time, written as torch writes it: `2F0`, `1B3`, `0I1`, `0W1`."""
+"""Actions of a rank in a pipeline, in torch's notation: `2F0`, `1B3`, `0I1`, `0W1`."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -8,7 +8,7 @@ __all__ = ["Action", "Kind", "Overlap", "Step"]
 
 
 class Kind(Enum):
-    """What an action computes. `B` is `I` and `W` at once; apart, `W` can wait until a rank would be idle."""
+    """Kind of computation. `B` is `I` and `W` at once. Separately, `W` can fill idle time."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -35,9 +35,9 @@ class Action:
 
 @dataclass(frozen=True)
 class Overlap:
-    """A forward and a backward, one of which may compute while the other communicates: `(0F5;3B2)OVERLAP_F_B`.
+    """A forward and a backward that may overlap computation and communication: `(0F5;3B2)OVERLAP_F_B`.
 
-    torch runs them one after the other, unless a function is registered that does better.
+    torch runs them one after the other, unless a function is registered that overlaps them.
     """
 
     forward: Action

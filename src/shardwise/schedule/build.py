@@ -1,4 +1,4 @@
-"""`build_schedule`: schedules by name, and the numbers that each of them takes."""
+"""`build_schedule`: schedules by name, and the sizes that each of them supports."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ __all__ = ["SCHEDULES", "build_in_order", "build_schedule"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Family:
-    """The schedules of one name, and which numbers they take.
+    """The schedules of one name, and the sizes they support.
 
     Attributes:
-        fewest_stages: on a rank.
-        most_stages: on a rank; None if there may be any number.
-        is_v: whether stages go up the ranks as they came down; else they start again at the first rank.
-        needs_full: whether there must be a microbatch for every stage.
-        needs_rounds: whether the microbatches must make rounds of equal size.
+        fewest_stages: minimum stages per rank.
+        most_stages: maximum stages per rank; None: no limit.
+        is_v: whether stages return in reverse rank order; else they start again at the first rank.
+        needs_full: whether there must be at least one microbatch per stage.
+        needs_rounds: whether the microbatches must form rounds of equal size.
     """
 
     order: Callable[[orders.Rank], Iterable[Step]]
@@ -51,10 +51,10 @@ def build_schedule(
     """The schedule called `name`.
 
     Args:
-        num_stages_per_rank: by default the fewest that the schedule takes.
+        num_stages_per_rank: default: the minimum of the schedule.
 
     Raises:
-        ConfigError: no schedule is called so, or it does not take these numbers. All problems are reported at once.
+        ConfigError: there is no such schedule, or it does not support these sizes. Reports all problems at once.
     """
     family = _FAMILIES.get(name)
     if family is None:
@@ -88,7 +88,7 @@ def build_in_order(rank_of: Sequence[int], num_microbatches: int) -> Schedule:
 
 
 def _problems(family: _Family, pp_size: int, num_microbatches: int, num_stages: int) -> Iterator[tuple[str, str]]:
-    """Why there is no such schedule, each reason with its remedy."""
+    """Yields the reasons why there is no such schedule, each with its remedy."""
     sizes = {"pp_size": pp_size, "num_microbatches": num_microbatches, "num_stages_per_rank": num_stages}
     if wrong := [size for size, count in sizes.items() if type(count) is not int or count < 1]:
         yield f"no positive integer: {', '.join(wrong)}", "give counts of at least 1"

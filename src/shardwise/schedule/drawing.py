@@ -1,4 +1,4 @@
-"""Timelines as pictures: a grid of text for a terminal, SVG for a browser."""
+"""Timelines as pictures: a text grid for a terminal, SVG for a browser."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOOKS = {
 
 
 def draw_text(timeline: Timeline) -> str:
-    """Draw one line per rank, folded: an action fills cells for as long as it takes, a dot is a cell of waiting."""
+    """Draws one line per rank: an action fills cells for as long as it takes; a dot is a waiting cell."""
     shortest, label = _sizes(timeline)
     unit, cell = max(shortest, timeline.duration / _MAX_CELLS), label + 1
 
@@ -48,7 +48,7 @@ def draw_text(timeline: Timeline) -> str:
 
 
 def draw_svg(timeline: Timeline) -> str:
-    """Draw one row per rank, time from left to right, grey where the rank waits; each bar has a tooltip."""
+    """Draws one row per rank, time from left to right, grey while the rank waits; each bar has a tooltip."""
     schedule = timeline.schedule
     shortest, label = _sizes(timeline)
     scale = min(max((8 * label + 6) / shortest, 800 / timeline.duration), _MAX_PIXELS / timeline.duration)
@@ -72,7 +72,7 @@ def draw_svg(timeline: Timeline) -> str:
 
 
 def describe_schedule(shown: Timeline) -> str:
-    """Describe a schedule in words and as a grid: its bubble, and the activations that ranks hold."""
+    """Describes a schedule in words and as a grid: its bubble, and the activations that ranks hold."""
     held = ", ".join(map(str, shown.schedule.in_flight))
     lines = [
         shown.schedule.title,
@@ -83,7 +83,7 @@ def describe_schedule(shown: Timeline) -> str:
 
 
 def _sizes(timeline: Timeline) -> tuple[float, int]:
-    """The shortest time of an action, and the length of the longest name of one."""
+    """Duration of the shortest action, and length of the longest action name."""
     spans = [span for row in timeline.spans for span in row]
     return min(span.length for span in spans if span.length > 0), max(len(str(span.action)) for span in spans)
 

@@ -1,4 +1,4 @@
-"""The order in which one rank of each schedule computes: torch's own, which `tests/schedule` holds it to."""
+"""Order of one rank's computations in each schedule; equal to torch's own, which `tests/schedule` checks."""
 
 import itertools
 from collections import defaultdict
@@ -25,7 +25,7 @@ class Rank:
     """One rank of a pipeline.
 
     Attributes:
-        stages: those it holds, in the order in which a microbatch passes them.
+        stages: its stages, in the order in which a microbatch passes them.
     """
 
     rank: int
@@ -35,7 +35,7 @@ class Rank:
 
     @property
     def num_after(self) -> int:
-        """How many ranks come after it."""
+        """Number of ranks after it."""
         return self.pp_size - 1 - self.rank
 
 
@@ -47,7 +47,7 @@ def gpipe(at: Rank) -> Iterator[Step]:
 
 
 def looped_bfs(at: Rank) -> Iterator[Step]:
-    """All microbatches through a stage, then all through the rank's next one, and back the way they came.
+    """All microbatches through one stage, then all through the rank's next one, and backward in reverse.
 
     Source: Breadth-First Pipeline Parallelism, arXiv 2211.05953.
     """
@@ -57,7 +57,7 @@ def looped_bfs(at: Rank) -> Iterator[Step]:
 
 
 def one_f_one_b(at: Rank) -> Iterator[Step]:
-    """As many forwards as ranks come after, then a forward and a backward in turn.
+    """As many forwards as there are ranks after it, then alternating forwards and backwards.
 
     Source: PipeDream-Flush, in arXiv 2104.04473, section 2.2.
     """
@@ -65,17 +65,17 @@ def one_f_one_b(at: Rank) -> Iterator[Step]:
 
 
 def interleaved_1f1b(at: Rank) -> Iterator[Step]:
-    """1F1B over several stages a rank: a round of microbatches through one, then through the next.
+    """1F1B with several stages per rank: a round of microbatches through one, then through the next.
 
-    Source: arXiv 2104.04473, section 2.2; here a round may also have more than `pp_size` microbatches.
+    Source: arXiv 2104.04473, section 2.2; here a round may have more than `pp_size` microbatches.
     """
     return _alternate(at, Kind.BACKWARD, num_ahead=_num_before_last_stage(at) + 2 * at.num_after)
 
 
 def interleaved_zero_bubble(at: Rank) -> Iterator[Step]:
-    """Interleaved 1F1B with a backward in two parts, the one for the weights as many backwards later as `at.rank`.
+    """Interleaved 1F1B with a split backward: the gradients of weights are delayed by `at.rank` backwards.
 
-    Source: ZB-H1 in arXiv 2401.10241, with several stages a rank.
+    Source: ZB-H1 in arXiv 2401.10241, with several stages per rank.
     """
     due: list[Action] = []
     for action in _alternate(at, Kind.BACKWARD_INPUT, num_ahead=_num_before_last_stage(at) + at.num_after):
@@ -88,7 +88,7 @@ def interleaved_zero_bubble(at: Rank) -> Iterator[Step]:
 
 
 def zbv(at: Rank) -> Iterator[Step]:
-    """Stages lie on a V; once it has begun, a rank never waits if F, I and W take equally long.
+    """Stages form a V. After the warm-up a rank never waits if F, I and W take equally long.
 
     Source: ZB-V in arXiv 2401.10241, section 6.
     """
@@ -109,10 +109,10 @@ def zbv(at: Rank) -> Iterator[Step]:
 
 
 def dualpipev(at: Rank) -> Iterator[Step]:
-    """Stages lie on a V, and each forward of the middle is paired with a backward of the rank's other stage.
+    """Stages form a V, and each forward in the middle is paired with a backward of the rank's other stage.
 
-    Source: DualPipe of DeepSeek-V3, arXiv 2412.19437, cut in half: its ranks hold two copies of their stages and feed
-    microbatches from both ends, and one of the halves does without the other (Sea AI Lab, "Cut-in-half").
+    Source: DualPipe of DeepSeek-V3, arXiv 2412.19437, cut in half. DualPipe's ranks hold two copies of their stages and
+    feed microbatches from both ends; one half works alone (Sea AI Lab, "Cut-in-half").
     """
     rank, after = at.rank, at.num_after
     half, odd = divmod(rank + 1, 2)
@@ -134,17 +134,17 @@ def dualpipev(at: Rank) -> Iterator[Step]:
 
 
 def num_rounds(pp_size: int, num_microbatches: int) -> int:
-    """The rounds that interleaved schedules make: of `pp_size` microbatches or more, or a single one."""
+    """Number of rounds of interleaved schedules: rounds of `pp_size` microbatches or more, or a single one."""
     return max(1, num_microbatches // pp_size)
 
 
 def _num_before_last_stage(at: Rank) -> int:
-    """The forwards of a rank before the first round reaches its last stage."""
+    """Forwards of a rank before the first round reaches its last stage."""
     return (len(at.stages) - 1) * (at.num_microbatches // num_rounds(at.pp_size, at.num_microbatches))
 
 
 def _alternate(at: Rank, backward: Kind, *, num_ahead: int) -> Iterator[Action]:
-    """`num_ahead` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """Yields `num_ahead` forwards, then alternating forwards and backwards, then the remaining backwards."""
     microbatches = range(at.num_microbatches)
     size = at.num_microbatches // num_rounds(at.pp_size, at.num_microbatches)
     rounds = [microbatches[first : first + size] for first in microbatches[::size]]
@@ -158,10 +158,10 @@ def _alternate(at: Rank, backward: Kind, *, num_ahead: int) -> Iterator[Action]:
 
 
 def _run(at: Rank, program: Sequence[tuple[int, str]]) -> Iterator[Step]:
-    """The steps that a program for a V spells: how often, and what, each time on the next microbatch.
+    """Yields the steps of a program for a V: pairs of a count and an operation, each on the next microbatch.
 
-    `Fd` is a forward of the stage on the way down, `Fu+Bd` a pair, `Wu` the gradients of weights that wait longest for
-    the stage on the way up, `W` for either.
+    `Fd` is a forward of the stage on the way down, `Fu+Bd` a pair, `Wu` the oldest pending gradients of weights of the
+    stage on the way up, `W` those of either stage.
     """
     stages = dict(zip("du", at.stages, strict=True))
     counts: defaultdict[tuple[str, bool], Iterator[int]] = defaultdict(itertools.count)

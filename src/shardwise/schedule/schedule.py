@@ -1,4 +1,4 @@
-"""`Schedule`: what every rank of a pipeline computes, in order, as a value that prints."""
+"""`Schedule`: what every rank of a pipeline computes, in order, as a printable value."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ _HELD = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_INPUT: 0, Kind.BACKWA
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank of a pipeline computes, in order: a rank starts a step as soon as its input is there.
+    """Computations of each rank of a pipeline, in order. A rank starts a step as soon as its input is there.
 
-    `str` shows every rank's steps on a line, as torch writes them. 1F1B on 2 ranks:
+    `str` shows every rank's steps on a line, in torch's notation. 1F1B on 2 ranks:
 
         1f1b
         0F0 0F1 0B0 0F2 0B1 0B2
@@ -38,45 +38,45 @@ class Schedule:
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """The actions of every rank, those of a pair one after the other."""
+        """Actions of every rank; those of a pair one after the other."""
         return tuple(tuple(action for step in steps for action in step.parts) for steps in self.order)
 
     @property
     def pp_size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return len(self.order)
 
     @property
     def num_microbatches(self) -> int:
-        """The number of microbatches."""
+        """Number of microbatches."""
         return 1 + max(action.microbatch for action in self.actions[0])
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
-        """The stages that every rank holds, in the order in which a microbatch passes them."""
+        """Stages of every rank, in the order in which a microbatch passes them."""
         return tuple(tuple(sorted({action.stage for action in actions})) for actions in self.actions)
 
     @property
     def rank_of(self) -> dict[int, int]:
-        """The rank that holds each stage, first stage first."""
+        """Rank of each stage, first stage first."""
         return dict(sorted((stage, rank) for rank, stages in enumerate(self.stages) for stage in stages))
 
     @property
     def splits_backward(self) -> bool:
-        """Whether some gradients of weights are computed apart from those of inputs."""
+        """Whether gradients of weights are computed separately from those of inputs."""
         return any(action.kind is Kind.BACKWARD_WEIGHT for actions in self.actions for action in actions)
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """The most activations that every rank holds at once.
+        """Maximum number of activations that every rank holds at once.
 
-        One is what a stage keeps of a microbatch from its forward until its backward is complete: where the backward is
-        in two parts, until the gradients of its weights are computed.
+        An activation is what a stage keeps of a microbatch from its forward until its backward is complete; with a
+        split backward, until the gradients of its weights are computed.
         """
         return self.most_held(dict.fromkeys(self.rank_of, 1))
 
     def most_held(self, sizes: Mapping[int, int]) -> tuple[int, ...]:
-        """The most that every rank holds at once, where an activation of each stage is of that size; 0 by default."""
+        """Maximum memory that every rank holds at once, given the size of an activation of each stage (default 0)."""
         return tuple(
             max(accumulate(_HELD[action.kind] * sizes.get(action.stage, 0) for action in actions))
             for actions in self.actions

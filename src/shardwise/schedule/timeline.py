@@ -1,4 +1,4 @@
-"""When every action of a schedule runs: simulated from costs, or measured; and as a Chrome trace."""
+"""Timing of a schedule's actions, simulated from costs or measured; also as a Chrome trace."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ _Output: TypeAlias = tuple[bool, int, int]  # of a forward or of a backward, of 
 
 @dataclass(frozen=True)
 class Span:
-    """When an action ran, from the start of the step on."""
+    """Start and end of an action, relative to the start of the step."""
 
     action: Action
     start: float
@@ -27,16 +27,16 @@ class Span:
 
     @property
     def length(self) -> float:
-        """How long it took."""
+        """Duration."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every action of a schedule runs: as `timeline` computes it, or as it was measured.
+    """Timing of every action of a schedule, computed by `timeline` or measured.
 
     Attributes:
-        spans: of every rank, in the order of `schedule.actions`.
+        spans: for every rank, in the order of `schedule.actions`.
     """
 
     schedule: Schedule
@@ -44,16 +44,16 @@ class Timeline:
 
     @property
     def duration(self) -> float:
-        """How long the step takes."""
+        """Duration of the step."""
         return max(row[-1].end for row in self.spans)
 
     @property
     def bubble(self) -> float:
-        """The share of the ranks' time that they wait, from 0 to 1."""
+        """Share of the ranks' time that they wait, from 0 to 1."""
         return 1 - sum(span.length for row in self.spans for span in row) / (len(self.spans) * self.duration)
 
     def computed(self) -> "Timeline":
-        """The timeline in which each action takes the mean time of its stage and kind, and sending takes none."""
+        """The timeline with the mean duration per stage and kind, and no time for sending."""
         lengths = defaultdict(list)
         for span in itertools.chain.from_iterable(self.spans):
             lengths[span.action.stage, span.action.kind].append(span.length)
@@ -74,15 +74,15 @@ def chrome_trace(timelines: Mapping[str, Timeline]) -> str:
 
 
 def timeline(schedule: Schedule, lengths: Mapping[Action, float] | None = None) -> Timeline:
-    """Simulate a schedule in which ranks start each action as soon as its input exists, and sending takes no time.
+    """Simulates a schedule in which ranks start each action as soon as its input exists, and sending takes no time.
 
     As in torch, the two actions of a pair run one after the other, and both outputs are sent when both are done.
 
     Args:
-        lengths: seconds by action. By default a forward, a gradient of inputs and a gradient of weights take 1 each.
+        lengths: seconds by action. Default: a forward, a gradient of inputs and a gradient of weights take 1 each.
 
     Raises:
-        ConfigError: ranks wait for each other and none can go on.
+        ConfigError: ranks wait for each other in a cycle.
     """
     if lengths is None:
         lengths = {each: 1.0 + (each.kind is Kind.BACKWARD) for row in schedule.actions for each in row}
@@ -108,7 +108,7 @@ def timeline(schedule: Schedule, lengths: Mapping[Action, float] | None = None) 
 
 
 def _input_of(action: Action, num_stages: int) -> _Output:
-    """The output that `action` takes: a backward that of the next stage's, or of the last stage's forward."""
+    """Output that `action` needs: for a backward the next stage's backward, or the last stage's forward."""
     if action.kind is Kind.FORWARD:
         return (True, action.stage - 1, action.microbatch)
     if action.kind is Kind.BACKWARD_WEIGHT:

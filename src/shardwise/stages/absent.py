@@ -1,12 +1,12 @@
-"""Tensors that are not here: another stage of the pipeline computes them, and this rank knows what they look like.
+"""Absent tensors: tensors that another stage computes, of which this rank knows shape and dtype.
 
 # [Note: absent tensors]
-On every stage the whole forward of the model runs, but what other stages compute is absent: the parameters that only
-they hold, and whatever is computed from those. An absent tensor has a shape, a dtype and the device that the present
-one would have; it has no storage, and what is computed with it, on torch's meta device, is absent, too. So masks,
-positions and rotary tables, which depend on shapes and on the batch alone, are computed as ever, and what depends on
-parameters costs neither memory nor a product. Once the value has been received it is bound to the absent tensor, which
-from then on is used in its place wherever the model has kept it.
+On every stage the whole forward of the model runs, but what other stages compute is absent: parameters that only they
+hold, and everything computed from those. An absent tensor has the shape, dtype and device of the real one, but no
+storage. Results computed from it, on torch's meta device, are absent too. So masks, positions and rotary tables, which
+depend only on shapes and the batch, are computed as usual, and everything that depends on parameters costs neither
+memory nor time. When the value is received, it is bound to the absent tensor and replaces it wherever the model has
+kept it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _DROPOUTS = frozenset(("dropout", "feature_dropout", "alpha_dropout", "feature_a
 
 
 class Absent(Tensor):
-    """A tensor without values, until one is bound to it (see [Note: absent tensors]).
+    """A tensor without values until one is bound to it (see [Note: absent tensors]).
 
     Args:
-        meta: a tensor on the meta device with its shape, strides and dtype.
-        device: that of the present tensor.
+        meta: meta tensor with its shape, strides and dtype.
+        device: device of the real tensor.
     """
 
     meta: Tensor
@@ -111,7 +111,7 @@ class Absent(Tensor):
 
 
 def present(value: Any) -> Any:
-    """Replace the absent tensors inside `value` by what is bound to them; lists and dicts are changed in place."""
+    """Replaces the absent tensors inside `value` by the tensors bound to them. Changes lists and dicts in place."""
     if isinstance(value, Absent):
         return _bound(value)
     if isinstance(value, dict):
@@ -129,7 +129,7 @@ def present(value: Any) -> Any:
 
 
 def _overwritten(value: Tensor) -> Tensor:
-    """Make `value`, and the tensor that it is a view of, absent: an absent tensor was written into it."""
+    """Makes `value`, and the tensor that it views, absent, because an absent tensor was written into it."""
     for each in (value, value._base):
         if each is not None and type(each) is Tensor:
             meta = _meta(each)
@@ -143,7 +143,7 @@ _PLAIN = frozenset((bool, int, float, str, type(None), Tensor, Parameter, torch.
 
 
 def _changed(kind: type[Tensor], change: Callable[[Any], Any], value: Any) -> Any:
-    """`tree_map_only`, without its cost for what operations are mostly given."""
+    """`tree_map_only`, with a fast path for common arguments."""
     if isinstance(value, kind):
         return change(value)
     of = type(value)
@@ -172,7 +172,7 @@ def _meta(value: Tensor) -> Tensor:
 
 @functools.cache
 def _written_at(func: Any) -> int | None:
-    """Which argument an operation that works in place writes into; None for others."""
+    """Index of the argument that an in-place operation writes to; None for other operations."""
     arguments = enumerate(func._schema.arguments)
     return next((at for at, each in arguments if each.alias_info is not None and each.alias_info.is_write), None)
 
@@ -187,7 +187,7 @@ _seen: dict[Any, Any] = {}
 
 
 def _run_once(func: Any, args: Any, kwargs: Any) -> Any:
-    """`_run`, once for everything that looks the same, of what writes nowhere and makes nothing that is present."""
+    """Cached `_run` for equal metadata, of operations that write nothing and make nothing real."""
     if torch._C._len_torch_dispatch_stack():
         return _run(func, args, kwargs)  # a mode may make other tensors of it
     key = func, _looks(args), _looks(tuple(kwargs.items())), torch.get_default_dtype()

@@ -1,10 +1,9 @@
-"""Where a tensor is found while a model's forward runs: by the names and places that it has in every stage's run.
+"""Anchors: names of tensors in a model's forward, the same in every stage's run.
 
-An anchor is a string. `input:PATH` is in the arguments of the layer call at which a stage begins;
-`output:FQN:NUMBER:PATH` in what call NUMBER of the module FQN returned; `glue:CALLS:NUMBER:PATH` in what operation
-NUMBER returned of those on values that depend on parameters, outside of all modules that are watched, after CALLS calls
-of layers.
-A path is the keys and positions that lead to a tensor, joined by dots; that of a tensor alone is empty.
+An anchor is a string. `input:PATH`: in the arguments of the layer call at which a stage begins.
+`output:FQN:NUMBER:PATH`: in the output of call NUMBER of the module FQN. `glue:CALLS:NUMBER:PATH`: in the output of
+operation NUMBER, counting those on values that depend on parameters outside of all watched modules, after CALLS calls
+of layers. A path joins the keys and indices that lead to a tensor by dots; it is empty for a tensor itself.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _BY_SHAPE = frozenset((*FACTORIES, "new_tensor"))
 
 
 def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by the names that the module's forward gives them; those of `*args` by their numbers."""
+    """Arguments of a call by the names of the module's forward; those of `*args` by their numbers."""
     names = argument_names(module)
     return {
         **{str(at): value for at, value in enumerate(args[len(names) :])},
@@ -35,7 +34,7 @@ def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def used_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors whose values an operation uses, not their shapes or dtypes alone."""
+    """Tensors whose values an operation uses, not only their shapes or dtypes."""
     name = getattr(func, "__name__", "")
     if name in _BY_SHAPE:
         return []
@@ -43,12 +42,12 @@ def used_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def made_by(func: Any, args: Any, out: Any) -> list[tuple[str, Tensor]]:
-    """The tensors that an operation makes or changes, with their paths in what it returns."""
+    """Tensors that an operation makes or changes, with their paths in its output."""
     return [("", args[0])] if writes(func) and args else list(named_tensors(out))
 
 
 def is_dropout(func: Any) -> bool:
-    """Whether an operation drops elements of its first argument at random, in training."""
+    """Whether an operation randomly drops elements of its first argument."""
     return "dropout" in getattr(func, "__name__", "")
 
 
@@ -59,7 +58,7 @@ def writes(func: Any) -> bool:
 
 
 def named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in tuples, lists and dicts, with its path."""
+    """Yields every tensor in tuples, lists and dicts, with its path."""
     if isinstance(value, Tensor):
         yield path, value
     else:
@@ -68,7 +67,7 @@ def named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def find_tensor(value: Any, path: str) -> Tensor | None:
-    """The tensor at a path, None where there is none."""
+    """The tensor at a path; None if there is none."""
     for key in path.split(".") if path else ():
         value = next((each for name, each in _items(value) if str(name) == key), None)
     return value if isinstance(value, Tensor) else None

@@ -1,4 +1,4 @@
-"""The stages of a pipeline as one rank runs them: the same model's forward, of which only its own segments compute.
+"""The pipeline stages of one rank: the model's own forward, of which only its segments compute.
 
 See [Note: a stage's forward].
 """
@@ -34,22 +34,24 @@ __all__ = ["LayerContainer", "MayHaveNoParameters", "StageAwareCall", "StageTens
 
 
 class StagedModel:
-    """Mixin of the model: its forward is that of the stage which runs."""
+    """Mixin of the model: its forward is that of the running stage."""
 
     _stages: Stages
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The current stage's part; see [Note: a stage's forward]."""
+        """Runs the current stage's part; see [Note: a stage's forward]."""
         return self._stages.forward(super().forward, args, kwargs)  # type: ignore[misc]
 
 
 class LayerContainer:
-    """Mixin of the modules that layers are inside of: what they return is present, for whoever hooks on to them."""
+    """Mixin of the modules that contain layers: their outputs are real tensors, for hooks."""
 
     _stages: Stages
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own. Raises UnsupportedError where no stage runs: some of its layers are elsewhere."""
+        """The module's own forward. Raises UnsupportedError if no stage is running, because other ranks hold some of
+        its layers.
+        """
         run = self._stages.current
         if run is None:
             raise UnsupportedError(
@@ -61,27 +63,31 @@ class LayerContainer:
 
 
 class MayHaveNoParameters:
-    """Mixin of transformers models inside of the model, which may have no parameter left that says where they are."""
+    """Mixin of transformers models inside of the model that may have no parameter left, from which to read device or
+    dtype.
+    """
 
     @property
     def device(self) -> torch.device:
-        """That of the first parameter, here or not."""
+        """Device of the first parameter, here or on another stage."""
         return _first_parameter(self).device  # type: ignore[arg-type]
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the first parameter, here or not."""
+        """Dtype of the first parameter, here or on another stage."""
         return _first_parameter(self).dtype  # type: ignore[arg-type]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:  # noqa: FBT001, FBT002 - as torch has it
-        """Those that are here; while its code runs and none is, the first one, absent: foreign code asks its dtype."""
+        """This rank's parameters. If there are none while the module's code runs, the first absent one, because foreign
+        code asks for its dtype.
+        """
         here = list(super().parameters(recurse))  # type: ignore[misc]
         running = getattr(self, "_stages", None) if not here else None
         return iter(here or ([_first_parameter(self)] if running and running.current else []))  # type: ignore[arg-type]
 
 
 class StageAwareCall:
-    """Mixin of layers and of the modules around them: their calls go through the stage that runs, if one does."""
+    """Mixin of layers and the modules around them: calls go through the running stage, if there is one."""
 
     _stages: Stages
 
@@ -103,18 +109,17 @@ class StageAwareCall:
 
 @dataclass(eq=False)
 class Stages:
-    """The stages that a rank holds of one split model.
+    """The stages of one split model on this rank.
 
     Attributes:
-        own: their numbers, in the order in which a microbatch passes them.
-        absent: absent parameters by (module, name), of those that this rank holds and modules outside of layers own:
-            they take the parameters' places where their module runs in a foreign segment.
-        foreign: the name of every parameter that this rank does not hold, by (module, name in the module).
-        context: what split modules share; None without tensor parallelism.
-        sliced: of tensor parallelism, the inputs of watched modules of which a rank uses a part, to what cuts it out.
-        split: of sequence parallelism, the segments in whose layers hidden states come in parts, to the name of their
-            stack.
-        independent: the watched modules that were seen to return nothing that depends on parameters.
+        own: numbers of its stages, in the order in which a microbatch passes them.
+        absent: absent parameters by (module, name), for parameters that this rank holds outside of layers. They replace
+            the parameters if their module runs in another stage's segment.
+        foreign: FQN of every parameter that this rank does not hold, by (module, name in the module).
+        context: state shared by split modules; None without tensor parallelism.
+        sliced: inputs of watched modules of which a tp rank uses a part, to the function that slices them.
+        split: segments whose layers receive parts of the sequence, to the name of their stack.
+        independent: watched modules whose output depends on no parameters.
     """
 
     own: tuple[int, ...]
@@ -133,11 +138,11 @@ class Stages:
     def shapes(
         self, stage: int, arguments: Mapping[str, Any]
     ) -> tuple[tuple[StageTensor, ...], tuple[StageTensor, ...]]:
-        """What comes into a stage and what leaves it, for a forward with these arguments; kept by their shapes.
+        """Tensors that enter and leave a stage in a forward with these arguments; cached by shapes.
 
         # [Note: lengths that grow]
-        With every token that `generate()` writes, masks and caches are longer by one. What crosses a cut has the same
-        shape then, or is longer by one, too (a bias of positions): two forwards of other lengths tell that of all.
+        With every token that `generate()` writes, masks and caches grow by one. Tensors at a cut keep their shape, or
+        grow by one too (a bias of positions). So forwards at two lengths determine the shapes at all lengths.
 
         Communicates: nothing.
         """
@@ -145,7 +150,7 @@ class Stages:
         return cuts[stage], cuts[stage + 1]
 
     def _cuts(self, arguments: Mapping[str, Any]) -> Cuts:
-        """What comes into each stage, and after them nothing."""
+        """Tensors that enter each stage; the last entry is empty."""
         lengths: list[int] = []
         key = self.model.training, _autocast(), _key(arguments, lengths)
         if self.plan.order.is_chain and not self.plan.order.cut_tensors:
@@ -165,7 +170,7 @@ class Stages:
         return cuts
 
     def _see_cuts(self, arguments: Mapping[str, Any]) -> None:
-        """Finds what crosses the cuts of a chain, which has not run before: what its layers are given."""
+        """Finds the cut tensors of a chain that has not run yet: the inputs of its layers."""
         order, run = self.plan.order, MeasureRun(self)
         with torch.no_grad():
             self._run(run, arguments)
@@ -173,7 +178,7 @@ class Stages:
         self.plan = replace(self.plan, order=replace(order, cut_tensors=cut_tensors))
 
     def num_skipped(self, arguments: Mapping[str, Any]) -> int:
-        """How many segments, from the first on, do not run: those of an encoder whose output is given."""
+        """Number of leading segments that do not run: those of an encoder whose output is given."""
         if arguments.get("encoder_outputs") is None or not self.encoder:
             return 0
         calls = self.plan.order.calls
@@ -181,7 +186,7 @@ class Stages:
 
     @functools.cached_property
     def encoder(self) -> str:
-        """The name of the module in the model that computes `encoder_outputs`; empty where there is none."""
+        """FQN of the module that computes `encoder_outputs`; "" if there is none."""
         is_one = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
         encoder = self.model.get_encoder() if is_one and hasattr(self.model, "get_encoder") else None  # type: ignore[operator]
         return next((name for name, module in self.model.named_modules() if module is encoder), "")
@@ -190,17 +195,17 @@ class Stages:
         """Runs one stage's part of the model's forward.
 
         Args:
-            arguments: of the model's forward, the same for every stage.
-            received: what the stage before sent, in the order of `shapes`; nothing for the first stage.
+            arguments: arguments of the model's forward, the same for every stage.
+            received: tensors from the previous stage, in the order of `shapes`; empty for the first stage.
 
         Returns:
-            What the next stage is sent, in the order of `shapes`; of the last stage, the model's output.
+            Tensors for the next stage, in the order of `shapes`; for the last stage, the model's output.
 
         Raises:
-            LayoutError: other layers run than those that were seen when the model was cut.
-            UnsupportedError: what is needed of another stage was not sent, because it is asked for in this run alone.
+            LayoutError: other layers run than when the model was cut.
+            UnsupportedError: a tensor of another stage is needed that was not sent, because only this run asks for it.
 
-        Communicates: what the stage's own layers do over tp and the data axes; nothing over pp.
+        Communicates: what the stage's layers do over tp and the data axes; nothing over pp.
         """
         segments = self.plan.segments(stage)
         last = None if stage == self.plan.num_stages - 1 else segments.stop
@@ -219,7 +224,7 @@ class Stages:
         return output.values
 
     def forward(self, own: Own, args: Any, kwargs: Any) -> Any:
-        """The model's forward: what the current stage computes of it."""
+        """The model's forward, as far as the current stage computes it."""
         if self.current is None:
             raise UnsupportedError(
                 f"{type(self.model).__name__} is in stages: no rank can run its forward alone",
@@ -237,13 +242,16 @@ class Stages:
 
 
 def _autocast() -> Any:
-    """What dtypes depend on besides."""
+    """Autocast state, on which dtypes depend."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
 def _key(value: Any, lengths: list[int], name: str = "") -> Any:
-    """What shapes depend on of an argument; the sizes that grow while tokens are generated are added to `lengths`."""
+    """Cache key of an argument: everything on which shapes depend.
+
+    Adds the sizes that grow in generation to `lengths`.
+    """
     if isinstance(value, Tensor):
         if name.endswith("attention_mask"):
             lengths.append(value.shape[-1])
@@ -258,7 +266,7 @@ def _key(value: Any, lengths: list[int], name: str = "") -> Any:
 
 
 def _extrapolate(measured: Mapping[Lengths, Cuts], lengths: Lengths) -> Cuts | None:
-    """The cuts at other lengths than two that were measured; None where they do not tell (see [Note: lengths that
+    """Cut tensors at other lengths than the measured ones; None if they do not determine them (see [Note: lengths that
     grow]).
     """
     if len(measured) < 2:
@@ -276,7 +284,7 @@ def _extrapolate(measured: Mapping[Lengths, Cuts], lengths: Lengths) -> Cuts | N
 
 
 def _grown(old: StageTensor, new: StageTensor, by: int, to: int) -> StageTensor:
-    """Lengthen `old` by `to` in the dims in which `new` is longer by `by`.
+    """Extends `old` by `to` in the dims in which `new` is longer by `by`.
 
     Raises:
         ValueError: they differ in anything else.
@@ -298,7 +306,7 @@ def _check_sent(values: Sequence[Tensor], expected: Sequence[StageTensor], layer
 
 
 def _first_parameter(model: nn.Module) -> Tensor:
-    """A parameter of floating-point numbers, the first one if there is one."""
+    """The first floating-point parameter, else the first parameter."""
     values = (value for module in model.modules() for value in (*module._parameters.values(), *vars(module).values()))
     found = (value for value in values if isinstance(value, nn.Parameter | Absent) and value.is_floating_point())
     return next(found)

@@ -1,12 +1,12 @@
-"""One stage's part of a forward: what is passed through, what takes the place of what, and where it ends.
+"""One stage's part of a forward: what is skipped, what is replaced, and where it ends.
 
 # [Note: a stage's forward]
-A stage is a run of the model's own forward, with the whole batch's arguments. Until the call of a layer with which the
-stage begins, everything is foreign: parameters are absent (see [Note: absent tensors]), layers are passed through,
-modules run as their classes wrote them, without hooks. At that call the tensors that were received take the place of
-the absent ones at their anchors; from there on the model computes, and its own layers see plain tensors. At the call
-with which the next stage begins, what it needs is collected at its anchors, and the forward ends by an exception that
-the model's outermost forward turns into an ordinary return, so that hooks around the model see one.
+A stage runs the model's own forward with the whole microbatch's arguments. Until the call of the layer with which the
+stage begins, everything is foreign: parameters are absent (see [Note: absent tensors]), layers are skipped, and modules
+run their own code without hooks. At that call, received tensors replace the absent ones at their anchors. From there on
+the model computes, and its layers see plain tensors. At the call with which the next stage begins, the needed tensors
+are collected at their anchors. The forward ends by an exception, which the model's outermost forward converts to an
+ordinary return, so that hooks around the model see one.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class StageTensor:
     """One tensor that is sent from a stage to the next.
 
     Attributes:
-        shape: of what this rank sends or receives: its part of the sequence, under sequence parallelism.
-        dtype: under mixed precision that of the computation.
-        needs_gradient: whether a gradient of the same shape and dtype comes back for it.
+        shape: shape of what this rank sends or receives; with sequence parallelism, of its part of the sequence.
+        dtype: its dtype; with mixed precision, that of computation.
+        needs_gradient: whether a gradient of the same shape and dtype is sent back.
         anchor: where it is found; see `shardwise.stages.anchors`.
     """
 
@@ -59,7 +59,7 @@ class StageTensor:
 
 @dataclass(frozen=True)
 class Module:
-    """What is known of a watched module: its name, the class that it had before, and whether it is a layer."""
+    """A watched module: its FQN, its class before the split, and whether it is a layer."""
 
     fqn: str
     own_class: Any
@@ -68,13 +68,13 @@ class Module:
 
 @dataclass(frozen=True)
 class Outgoing:
-    """What leaves a stage, as hooks on the model see it: not the model's output, of which they know the meaning."""
+    """Output of a stage before the last, for hooks on the model, so that they do not take it for the model's output."""
 
     values: tuple[Tensor, ...]
 
 
 class _StageEnd(Exception):  # noqa: N818 - no error
-    """The run has reached the cut at which it ends; carries what is sent there."""
+    """Ends the run at a cut; carries the tensors that are sent."""
 
     def __init__(self, outgoing: tuple[Tensor, ...]) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class _StageEnd(Exception):  # noqa: N818 - no error
 
 
 class _Glue(TorchFunctionMode):
-    """Counts the operations around layers and modules on what depends on parameters, to find what they make."""
+    """Counts operations outside of watched modules on values that depend on parameters, to find their results."""
 
     def __init__(self, run: StageRun) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class _Glue(TorchFunctionMode):
         return isinstance(value, Absent | nn.Parameter) or value.requires_grad or id(value) in self.depending
 
     def note_returned(self, fqn: str, output: Any) -> None:
-        """A watched module, outside of all others, has returned."""
+        """Records the output of a watched module that is outside of all others."""
         values = [value for _, value in named_tensors(output)]
         if self.run.measures:
             if not any(isinstance(value, Absent) for value in values):
@@ -120,7 +120,7 @@ class _Glue(TorchFunctionMode):
             self.depending |= {id(value): value for value in values}
 
     def left(self) -> AbstractContextManager[Any]:
-        """Inside, nothing is counted, and code may be compiled."""
+        """Context manager: nothing is counted, and code may be compiled."""
         is_needed = self.run.order.shares_dropped and self.run.is_foreign
         return nullcontext() if is_needed else _pop_mode_temporarily()
 
@@ -129,9 +129,9 @@ class StageRun:
     """One forward of the model, of which this rank computes some segments (`ComputeRun`) or none (`MeasureRun`).
 
     Args:
-        wanted: anchors of the tensors to be found.
-        skipped: how many segments do not run, because the caller gives what they compute.
-        is_foreign: whether what runs first is computed by other stages.
+        wanted: anchors of the tensors to find.
+        skipped: number of leading segments that do not run, because the caller passes their results.
+        is_foreign: whether other stages compute the beginning.
     """
 
     measures = False
@@ -149,15 +149,15 @@ class StageRun:
         self.glue = _Glue(self) if is_counted else None
 
     def reach_cut(self) -> tuple[Tensor, ...] | None:
-        """The next layer is the first one after a cut. Returns what is sent there where this run ends."""
+        """Called before the first layer after a cut. Returns the tensors to send if this run ends here."""
         raise NotImplementedError
 
     def cut_tensors(self, segment: int) -> tuple[CutTensor, ...]:
-        """What crosses the cut before a segment."""
+        """Tensors that cross the cut before a segment."""
         return self.order.cut_tensors[segment - 1] if 0 < segment <= len(self.order.cut_tensors) else ()
 
     def forward(self, own: Own, args: Any, kwargs: Any) -> Any:
-        """The model's own forward, as far as this stage goes."""
+        """The model's own forward, up to the end of this stage."""
         if self.is_foreign:
             self._hide_parameters()
         if self.glue is not None:
@@ -180,7 +180,7 @@ class StageRun:
         return output
 
     def call(self, module: nn.Module, own: Own, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of a watched module, `own` with its hooks."""
+        """A call of a watched module; `own` includes its hooks."""
         known = self.stages.modules[module]
         if known.is_layer and not self.depth:
             self._enter_segment(known.fqn, module, args, kwargs)
@@ -211,7 +211,7 @@ class StageRun:
         self.segment += 1
 
     def _computed(self, segment: int) -> list[tuple[CutTensor, Tensor]]:
-        """What crosses a cut in this run: in another mode, and with other arguments, more may be computed or less."""
+        """Tensors that cross a cut in this run. The number may change with the mode and the arguments."""
         found = ((cut_tensor, self.found[cut_tensor.anchor]) for cut_tensor in self.cut_tensors(segment))
         return [(cut_tensor, value) for cut_tensor, value in found if value is not None]
 
@@ -223,12 +223,12 @@ class StageRun:
                 self.found[anchor] = find_tensor(arguments, path)
 
     def note(self, anchor: str, value: Tensor) -> None:
-        """`value` is what is found at this anchor."""
+        """Records `value` as the tensor at this anchor."""
         if anchor in self.found:
             self.found[anchor] = value
 
     def _pass_through(self, module: nn.Module, known: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a foreign module returns: absent tensors, and what depends on no parameters."""
+        """Output of a foreign module: absent tensors, and values that depend on no parameters."""
         returned, base = self.order.returns.get(known.fqn), unwrapped(module)
         if returned is None and base is not module:
             return base(*args, **kwargs)  # adapters change no shapes
@@ -252,7 +252,7 @@ class StageRun:
             module.__dict__[name], absent.value = absent, None
 
     def show_parameters(self) -> None:
-        """Parameters that this rank holds are those that modules see."""
+        """Makes modules see the parameters that this rank holds."""
         for module, name in self.stages.absent:
             module.__dict__.pop(name, None)
 
@@ -268,14 +268,14 @@ class StageRun:
 
 
 class ComputeRun(StageRun):
-    """A stage's own forward: its segments compute, what comes before is foreign, and what is sent ends it.
+    """A stage's own forward: its segments compute, earlier ones are foreign, and it ends when the cut tensors are sent.
 
     Args:
-        first: the segment with which it begins.
-        last: the segment before which it ends; None where it runs to the end of the model.
-        received: what the stage before has sent.
-        skipped: how many segments do not run, because the caller gives what they compute.
-        travels: of such a run, the anchors of what is sent at the cut before each segment; the rest is given.
+        first: its first segment.
+        last: the segment before which it ends; None: the end of the model.
+        received: tensors from the previous stage.
+        skipped: number of leading segments that do not run, because the caller passes their results.
+        travels: in such a run, anchors of the tensors sent at the cut before each segment; the rest is given.
     """
 
     def __init__(
@@ -294,14 +294,14 @@ class ComputeRun(StageRun):
         super().__init__(stages, wanted, skipped=skipped, is_foreign=first > max(0, skipped - 1))
 
     def cut_tensors(self, segment: int) -> tuple[CutTensor, ...]:
-        """What crosses the cut before a segment, and is not given by the caller."""
+        """Tensors that cross the cut before a segment and are not passed by the caller."""
         cut_tensors = super().cut_tensors(segment)
         if self.travels is None:
             return cut_tensors
         return tuple(each for each in cut_tensors if each.anchor in self.travels.get(segment, ()))
 
     def reach_cut(self) -> tuple[Tensor, ...] | None:
-        """Ends the stage, or begins it, where this is its own cut."""
+        """Begins or ends the stage at its own cuts."""
         if self.last == self.segment:
             return tuple(present(value) for _, value in self._computed(self.segment))
         if self.first == self.segment:
@@ -309,7 +309,7 @@ class ComputeRun(StageRun):
         return None
 
     def _begin(self) -> None:
-        """The stage's own segments begin: what was received takes the place of what is absent."""
+        """Begins the stage's own segments: binds received tensors to the absent ones."""
         expected = self._computed(self.first)
         if len(expected) != len(self.received):
             raise _not_found(self.order.calls[self.first], len(self.received), len(expected))
@@ -325,7 +325,7 @@ class ComputeRun(StageRun):
         self.show_parameters()
 
     def _enter_stack(self, hidden: Absent) -> None:
-        """The stage begins inside of a stack of layers whose first one, on another stage, has split the sequence."""
+        """Begins a stage inside of a stack of layers that splits the sequence on an earlier stage."""
         stack, context = self.stages.split.get(self.first), self.stages.context
         if stack is not None and context is not None:
             context.state.open_stack = stack
@@ -333,11 +333,11 @@ class ComputeRun(StageRun):
 
 
 class MeasureRun(StageRun):
-    """A forward that computes nothing, for what crosses the cuts.
+    """A forward that computes nothing, to find the cut tensors.
 
     Attributes:
-        seen: what crosses each cut, in order.
-        given: of a chain that has not run before, what its layers after cuts are given, by segment.
+        seen: tensors that cross each cut, in order.
+        given: for a chain that has not run yet, the inputs of its layers after cuts, by segment.
     """
 
     measures = True
@@ -351,7 +351,7 @@ class MeasureRun(StageRun):
         self.given: dict[int, tuple[CutTensor, ...]] = {}
 
     def reach_cut(self) -> tuple[Tensor, ...] | None:
-        """Notes what crosses the cut; ends at the last one."""
+        """Records the cut tensors; ends at the last cut."""
         cut_tensor = self._computed(self.segment)
         kept = [pair for pair in cut_tensor if not self.skipped or isinstance(pair[1], Absent)]
         self.seen.append(tuple(self._travelling(*pair) for pair in kept))
@@ -384,7 +384,7 @@ _CAPTURING = "transformers.utils.output_capturing"
 
 
 def _like(arguments: Mapping[str, Any], name: str) -> Any:
-    """What takes the place of a value that a module returns, see `Returned`."""
+    """Replacement of a value that a module returns; see `Returned`."""
     value = arguments.get(name.removeprefix("="))
     if name.startswith("=") or not isinstance(value, Tensor):
         return value
@@ -392,7 +392,7 @@ def _like(arguments: Mapping[str, Any], name: str) -> Any:
 
 
 def _without_absent(output: Any) -> Any:
-    """Leaves out of a model's output what nobody asks for and other stages compute, such as `image_hidden_states`."""
+    """Removes outputs of other stages that nobody asks for, such as `image_hidden_states`, from a model's output."""
     if not isinstance(output, ModelOutput):
         return output
     fields = {

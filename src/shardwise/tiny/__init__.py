@@ -1,1 +1,1 @@
-"""Tiny models of any architecture, with what they are given."""
+"""Tiny models of any architecture, and their inputs."""

@@ -1,7 +1,7 @@
-"""How each size in a configuration shrinks, by what the attribute means. Data only; `shrink_config` applies it.
+"""How each size in a configuration shrinks, by the meaning of the attribute. Data only; `shrink_config` applies it.
 
-Names are those of transformers' configurations, aliases included (`d_model` is a hidden size). A name that stands
-nowhere here keeps its value: norms, activations, multipliers, biases, dropout and ties are structure, not size.
+Names are those of transformers' configurations, including aliases (`d_model` is a hidden size). Names that are not
+listed keep their value: norms, activations, multipliers, biases, dropout and ties are structure, not size.
 """
 
 from __future__ import annotations
@@ -180,14 +180,14 @@ CAPS: Mapping[str, int] = _caps(
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What the meaning of names does not say about one model type.
+    """Facts about one model type that the names of its attributes do not tell.
 
     Attributes:
         set: attribute -> value of the tiny model.
-        repeats: how many layers of each kind a tiny model has, where the original has as many.
-        inputs: optional arguments of the forward without which there is no loss.
-        masks_frames: whether the forward needs a mask over frames of audio.
-        id_rows: the field that says how many rows of input ids make one sequence; labels then have them last.
+        repeats: number of layers of each kind in a tiny model, if the original has as many.
+        inputs: optional arguments of the forward that are required for a loss.
+        masks_frames: whether the forward needs a mask over audio frames.
+        id_rows: field with the number of rows of input ids per sequence; labels then have them as the last dim.
     """
 
     set: Mapping[str, Any] = field(default_factory=dict)

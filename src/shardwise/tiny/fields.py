@@ -1,4 +1,4 @@
-"""Reads a configuration's fields whatever they are called, and walks the configurations inside it."""
+"""Reads fields of configurations under any of their names, and walks nested configurations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sub_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Whether a field is an integer, and no switch."""
+    """Whether a field is an integer and no boolean."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -29,9 +29,9 @@ def fields_of(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def read_field(config: PreTrainedConfig, name: str) -> Any:
-    """A field or property under its own or an alias's name; None where there is none.
+    """A field or property under its own or an alias's name; None if there is none.
 
-    Fields are read past `__getattribute__`, which refuses those that differ between layers.
+    Reads past `__getattribute__`, which refuses fields that differ between layers.
     """
     name = config.attribute_map.get(name, name)
     return vars(config)[name] if name in vars(config) else getattr(config, name, None)

@@ -1,4 +1,4 @@
-"""Makes batches that a tiny model's forward takes, with labels."""
+"""Makes batches, with labels, for a tiny model's forward."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ def make_batch(
     seed: int,
     padding: Padding = "none",
 ) -> dict[str, Tensor]:
-    """Random inputs for `model`, with labels where its forward takes them.
+    """Random inputs for `model`, with labels if its forward takes them.
 
     Args:
-        model: its forward's arguments and its class decide what the batch holds.
-        batch_size: sequences.
-        sequence_length: tokens in each, of encoder and decoder alike.
-        seed: of everything in the batch.
-        padding: the side of every second sequence whose quarter is masked.
+        model: its forward's arguments and its class determine the content of the batch.
+        batch_size: number of sequences.
+        sequence_length: tokens per sequence, in encoder and decoder.
+        seed: seed of all values.
+        padding: side of every second sequence where a quarter is masked.
 
     Returns:
-        input_ids, attention_mask and labels, [batch_size, sequence_length] unless the head says otherwise; images or
-        audio instead, or besides, where the model needs them.
+        input_ids, attention_mask and labels, [batch_size, sequence_length] unless the head requires another shape;
+            images or audio instead or in addition, if the model needs them.
 
     Raises:
-        UnsupportedError: the forward takes no input this function knows, or one whose size it cannot tell.
+        UnsupportedError: no known input fits the forward, or the size of one is unknown.
     """
     generator = torch.Generator().manual_seed(seed)
     takes = inspect.signature(model.forward).parameters
@@ -91,11 +91,11 @@ def make_batch(
 
 
 def add_media(model: PreTrainedModel, batch: dict[str, Tensor], *, seed: int) -> dict[str, Tensor]:
-    """Puts an image and a sound before the tokens of every row of a batch, as far as the model takes them and works.
+    """Adds an image and a sound before the tokens of every row, as far as the model supports them.
 
     Args:
         batch: from `make_batch`.
-        seed: of what is put in.
+        seed: seed of the added values.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, (medium, method) in _MEDIA.items():
@@ -125,7 +125,7 @@ def _with_medium(
     *,
     encode: Callable[..., Any],
 ) -> dict[str, Tensor]:
-    """The batch with `signal`, and as many tokens for it before each row as `encode` makes features of it."""
+    """The batch with `signal`, and as many placeholder tokens before each row as `encode` makes features."""
     with torch.no_grad():
         output = encode(**signal)
     features = [each for each in tree_leaves(getattr(output, "pooler_output", output)) if isinstance(each, Tensor)]
@@ -145,14 +145,14 @@ def _with_medium(
 
 
 def missing_media(model: nn.Module, batch: Mapping[str, Tensor]) -> list[str]:
-    """The arguments of the model's forward for images, videos and sound that a batch does not have."""
+    """Image, video and sound arguments of the model's forward that a batch does not have."""
     takes = inspect.signature(model.forward).parameters
     return [name for name in SIGNALS if name in takes and name not in batch]
 
 
 def guess_batches(model: nn.Module) -> list[dict[str, Tensor]]:
-    """Small batches of which one may be what forward takes: that of `make_batch`, or for what it must be given token
-    ids [2, 16], or numbers [2, 16, features of the first linear], with ids for labels.
+    """Small candidate batches for a forward: that of `make_batch`, or required arguments as token ids [2, 16] or as
+    numbers [2, 16, features of the first linear], with ids as labels.
     """
     if isinstance(model, PreTrainedModel):
         return [make_batch(model, seed=0)]
@@ -167,7 +167,7 @@ def guess_batches(model: nn.Module) -> list[dict[str, Tensor]]:
 
 
 def _size_of(model: nn.Module, *names: str) -> int:
-    """The first size of such a name that a module has."""
+    """The first size attribute of one of these names in a module."""
     found = (getattr(module, name, None) for module in model.modules() for name in names)
     return next((size for size in found if isinstance(size, int)), 2)
 
@@ -207,7 +207,7 @@ def _labels(
 
 
 def _classes(config: PreTrainedConfig, rows: int, generator: torch.Generator) -> Tensor:
-    """A class of each row, or what else the config's `problem_type` says: any number of them, or numbers."""
+    """Labels of each row: a class, or by the config's `problem_type` several classes or numbers."""
     shape, problem = (rows, config.num_labels), getattr(config, "problem_type", None)
     if problem == "multi_label_classification":
         return torch.randint(0, 2, shape, generator=generator).float()
@@ -217,7 +217,7 @@ def _classes(config: PreTrainedConfig, rows: int, generator: torch.Generator) ->
 
 
 def _takes(model: PreTrainedModel) -> dict[str, inspect.Parameter]:
-    """The arguments of the model's forward; where it takes any others, also those of the forward that it overrides."""
+    """Arguments of the model's forward, including those of an overridden forward if it takes `**kwargs`."""
     found: dict[str, inspect.Parameter] = {}
     for kind in type(model).__mro__:
         if "forward" in vars(kind):
@@ -241,7 +241,7 @@ def _mask(shape: tuple[int, int], padding: Padding) -> Tensor:
 
 
 def _tokens(model: PreTrainedModel, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Random token ids without special ones: those represent images, padding and ends."""
+    """Random token ids without special ones, which stand for images, padding and ends."""
     sizes = [size for part in sub_configs(model.config) if isinstance(size := vars(part).get("vocab_size"), int)]
     special = {
         token

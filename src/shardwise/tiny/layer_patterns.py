@@ -1,4 +1,4 @@
-"""Chooses the layers of a tiny model: few, and of every kind that occurs in the original."""
+"""Chooses the layers of a tiny model: few, and of every kind in the original."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["choose_layers", "shrink_layer_lists"]
 
 
 def choose_layers(values: Mapping[str, Any], num_layers: int, wanted: int, *, repeats: int = 1) -> list[int]:
-    """Indices of original layers the tiny model keeps, ascending: at least `wanted`, `repeats` of each kind.
+    """Indices of the original layers that the tiny model keeps, ascending: at least `wanted`, `repeats` of each kind.
 
     Args:
-        values: the attributes of the configuration.
-        num_layers: how many layers the original has.
-        wanted: how many the tiny model has if there is only one kind.
+        values: attributes of the configuration.
+        num_layers: number of layers of the original.
+        wanted: number of layers of the tiny model if there is only one kind.
     """
     kinds = [_kind(values, num_layers, index) for index in range(num_layers)]
     chosen = {index for index, kind in enumerate(kinds) if kinds[:index].count(kind) < repeats}
@@ -30,7 +30,7 @@ def choose_layers(values: Mapping[str, Any], num_layers: int, wanted: int, *, re
 
 
 def shrink_layer_lists(values: Mapping[str, Any], num_layers: int, chosen: list[int]) -> dict[str, Any]:
-    """The attributes that say what each layer is, for the chosen layers only."""
+    """The attributes that describe each layer, for the chosen layers only."""
     new: dict[str, Any] = {}
     for name, value in values.items():
         if name in LAYER_PREFIXES and is_count(value):
@@ -47,7 +47,7 @@ def shrink_layer_lists(values: Mapping[str, Any], num_layers: int, chosen: list[
 
 
 def _kind(values: Mapping[str, Any], num_layers: int, index: int) -> tuple[Hashable, ...]:
-    """What layer `index` is, as far as lists and counts say."""
+    """Kind of layer `index`, by lists and counts."""
     kind: list[Hashable] = []
     for name, value in values.items():
         if name in LAYER_PREFIXES and is_count(value):
@@ -62,7 +62,7 @@ def _kind(values: Mapping[str, Any], num_layers: int, index: int) -> tuple[Hasha
 
 
 def _cycle(values: Mapping[str, Any]) -> int:
-    """How many layers a tiny model needs for every phase of its (shrunk) periods."""
+    """Number of layers that a tiny model needs for every phase of its (shrunk) periods."""
     cycles = [len(value) for name, value in values.items() if name in LAYER_CYCLES and value]
     for name, value in values.items():
         if name in LAYER_PERIODS and is_count(value) and value > 1:
@@ -71,7 +71,7 @@ def _cycle(values: Mapping[str, Any]) -> int:
 
 
 def _shrink_period(values: Mapping[str, Any], name: str) -> dict[str, int]:
-    """A period of at most 2, or 4 where it has an offset, so that periods of 2 next to it stay visible."""
+    """A period of at most 2, or 4 with an offset, so that periods of 2 beside it stay visible."""
     period, offset_name = values[name], LAYER_PERIODS[name]
     if offset_name is None:
         return {name: min(period, 2)}
@@ -84,7 +84,7 @@ def _is_per_layer(value: object, num_layers: int) -> bool:
 
 
 def _is_index_list(name: str, value: object, num_layers: int) -> bool:
-    """Whether a list names layers by index: ascending distinct integers, called after layers or indices."""
+    """Whether a list holds indices of layers: ascending distinct integers, named after layers or indices."""
     return (
         isinstance(value, list | tuple)
         and name not in LAYER_FLAGS

@@ -41,12 +41,12 @@ _STATE_NOISE = 0.02
 
 
 def build_tiny_model(config: PreTrainedConfig, cls: Any, *, seed: int) -> PreTrainedModel:
-    """A model of `config` on CPU in float32 with random weights, none of them constant; equal for equal seeds.
+    """A model of `config` on the CPU in float32 with random, nonconstant weights; equal for equal seeds.
 
     Args:
-        config: a tiny one, from `shrink_config`.
+        config: a tiny config, from `shrink_config`.
         cls: a model class, or an auto class such as `AutoModelForCausalLM`.
-        seed: of all weights.
+        seed: seed of all weights.
 
     Raises:
         UnsupportedError: the class cannot be constructed, with the cause; or the model would not be small.
@@ -68,7 +68,7 @@ def build_tiny_model(config: PreTrainedConfig, cls: Any, *, seed: int) -> PreTra
 
 
 def _config_for(cls: Any, config: PreTrainedConfig) -> PreTrainedConfig:
-    """The part of `config` that `cls` is made from: text heads of multimodal models take the text configuration."""
+    """The part of `config` for `cls`: text heads of multimodal models take the text configuration."""
     wanted = getattr(cls, "config_class", None)
     if wanted is None or isinstance(config, wanted):
         return config
@@ -76,7 +76,7 @@ def _config_for(cls: Any, config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _check_size(make: Callable[[PreTrainedConfig], nn.Module], config: PreTrainedConfig, cls: Any) -> None:
-    """Raises `UnsupportedError` where the model, built on the meta device, is not small."""
+    """Raises `UnsupportedError` if the model, built on the meta device, is not small."""
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             model = make(copy.deepcopy(config))
@@ -95,7 +95,7 @@ def _check_size(make: Callable[[PreTrainedConfig], nn.Module], config: PreTraine
 
 @contextmanager
 def _uninitialized_as_nan() -> Iterator[None]:
-    """Inside, `torch.empty` gives NaN, so that what a model never initializes shows."""
+    """Context manager: `torch.empty` returns NaN, which shows values that a model never initializes."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -105,7 +105,7 @@ def _uninitialized_as_nan() -> Iterator[None]:
 
 
 def set_runnable_mode(model: nn.Module, batch: Mapping[str, Any]) -> nn.Module:
-    """Puts a tiny model into eval mode, or into training mode if its backward only runs there."""
+    """Sets a tiny model to eval mode, or to training mode if its backward runs only there."""
     for mode in (model.eval, model.train):
         mode()
         trial = copy.deepcopy(model)
@@ -119,7 +119,7 @@ def set_runnable_mode(model: nn.Module, batch: Mapping[str, Any]) -> nn.Module:
 
 @torch.no_grad()
 def perturb_parameters(model: nn.Module, generator: torch.Generator) -> None:
-    """Adds noise to all parameters that train and to buffers of zeros that checkpoints hold (router corrections)."""
+    """Adds noise to all trained parameters and to zero buffers that checkpoints hold (router corrections)."""
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.is_floating_point():
             _add_noise(parameter, generator)

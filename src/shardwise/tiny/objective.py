@@ -1,4 +1,4 @@
-"""What a tiny model is trained on: its own loss, or a stand-in for models that compute none."""
+"""Objective of a tiny model: its own loss, or a substitute for models without one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["clone_batch", "has_loss", "loss_or_surrogate"]
 
 
 def clone_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the batch: some models write into what they are given."""
+    """A copy of the batch, because some models write into their inputs."""
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
 def loss_or_surrogate(output: Any) -> Tensor:
-    """The model's loss; without one, a fixed random weighting of everything it puts out."""
+    """The model's loss; without one, a fixed random weighting of all outputs."""
     loss = output.get("loss") if isinstance(output, Mapping) else None
     if loss is not None:
         return loss
@@ -31,13 +31,13 @@ def loss_or_surrogate(output: Any) -> Tensor:
 
 @torch.no_grad()
 def has_loss(model: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Whether the model computes a loss of `batch`."""
+    """Whether the model computes a loss for `batch`."""
     output = model(**clone_batch(batch))
     return isinstance(output, Mapping) and output.get("loss") is not None
 
 
 def _weights(value: Tensor) -> Tensor:
-    """The same for every row, so that the mean over rows is what data-parallel ranks can compute together."""
+    """Random weights, equal for every row, so that data-parallel ranks can compute the mean over rows together."""
     shape = value.shape[1:]
     generator = torch.Generator().manual_seed(shape.numel())
     return torch.randn(shape, generator=generator).to(value.device)

@@ -1,4 +1,4 @@
-"""Random numbers of tiny models: one seed for all streams, dropout of a given chance, and who draws when."""
+"""Random numbers of tiny models: seeding all streams, setting dropout, and detecting draws."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NO_MASKS = ("attention", "rnn", "lstm", "gru", "aten::random_")
 
 
 def draws_shared(func: Any, kwargs: Any) -> bool:
-    """Whether an operation of a forward draws from the common stream, not from a generator of its own."""
+    """Whether an operation draws from torch's default generator."""
     return (
         (kwargs or {}).get("generator") is None
         and torch.Tag.nondeterministic_seeded in func.tags
@@ -35,8 +35,10 @@ def draws_shared(func: Any, kwargs: Any) -> bool:
 
 
 def training_copy(model: nn.Module, batch: Mapping[str, Any], *, drops: bool = True) -> nn.Module | None:
-    """A copy of a model without dropout, in training mode with it; in the model's own mode where it cannot be trained
-    on `batch` so or `drops` is False, and None where not even that.
+    """A copy of a model without dropout, in training mode with dropout.
+
+    In the model's own mode if it cannot be trained on `batch` with dropout or `drops` is False; None if it cannot be
+    trained at all.
     """
     for in_training in (True, False) if drops else (False,):
         made = copy.deepcopy(model)
@@ -53,7 +55,7 @@ def training_copy(model: nn.Module, batch: Mapping[str, Any], *, drops: bool = T
 
 @contextmanager
 def fork_all_rng() -> Iterator[None]:
-    """Inside, every stream of random numbers on the CPU starts from the same seed; afterwards they are as before."""
+    """Context manager: seeds every random stream on the CPU equally, and restores their states afterwards."""
     states = numpy.random.get_state(), random.getstate()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
@@ -67,7 +69,7 @@ def fork_all_rng() -> Iterator[None]:
 
 
 def set_dropout(model: nn.Module, chance: float) -> None:
-    """Sets every chance to drop, and noise on routers, that modules and configs know; not of layers."""
+    """Sets every dropout probability and router noise in modules and configs; not layer drop."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     for owner in {id(each): each for each in (*configs, *model.modules()) if each is not None}.values():
         for name in list(dropout_chances(owner)):

@@ -1,4 +1,4 @@
-"""Fits rotary settings that are given per frequency to the head size of a tiny model."""
+"""Adapts per-frequency rotary settings to the head size of a tiny model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def shrink_rotary(original: PreTrainedConfig, tiny: PreTrainedConfig) -> dict[st
 
 
 def _has_sections(config: PreTrainedConfig) -> bool:
-    """Whether the model shares frequencies between time, height and width, by its own sections if not given others."""
+    """Whether the model divides frequencies between time, height and width, with default sections."""
     return "mrope_section" in (getattr(config, "ignore_keys_at_rope_validation", None) or ())
 
 
@@ -84,7 +84,7 @@ def _even_factor(factor: float, head_dim: int) -> float:
 
 
 def _apportion(sections: list[int], total: int) -> list[int]:
-    """`total` in about the same parts as `sections`, none empty that was not."""
+    """Divides `total` in about the proportions of `sections`; nonempty sections stay nonempty."""
     parts = [max(1, section * total // sum(sections)) if section else 0 for section in sections]
     while sum(parts) != total:
         place = parts.index(max(parts)) if sum(parts) > total else parts.index(min(part for part in parts if part))

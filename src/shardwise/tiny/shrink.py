@@ -32,19 +32,19 @@ def shrink_config(
     without_dropout: bool = False,
     num_parts: int = 1,
 ) -> PreTrainedConfig:
-    """A tiny copy of `config` with the same structure; `config` itself is left as it is.
+    """A tiny copy of `config` with the same structure. `config` is not changed.
 
     Kept: model type, ties, biases, norms, activations, the grouping of heads, whether heads and hidden size are
-    coupled, routing, ranks, and every kind of layer. Heads, experts and inner sizes divide by 2 and 4, the vocabulary
-    does not.
+    coupled, routing, ranks, and every kind of layer. Heads, experts and inner sizes are divisible by 2 and 4; the
+    vocabulary is not.
 
     Args:
-        config: of any transformers model; sub-configurations are shrunk too.
-        num_layers: of a stack whose layers are all alike; other stacks get as many as they have kinds of layers. None
-            for all layers of all stacks.
+        config: config of any transformers model; nested configs are shrunk too.
+        num_layers: layers of a stack whose layers are all alike; other stacks get one layer per kind. None keeps all
+            layers of all stacks.
         vocab_size: rows of the embedding.
-        without_dropout: sets every dropout, and whatever else makes training random, to 0.
-        num_parts: what heads divide by in the tiny model if they do in the original.
+        without_dropout: sets every dropout, and other randomness of training, to 0.
+        num_parts: divisor of the tiny model's heads if it divides the original's.
     """
     tiny = copy.deepcopy(config)
     hidden_sizes = {size for each in sub_configs(config) if isinstance(size := read_field(each, "hidden_size"), int)}
@@ -65,10 +65,10 @@ def shrink_config(
 
 
 def keep_layers(config: PreTrainedConfig, *, num_layers: int = 2) -> PreTrainedConfig:
-    """A copy of `config` with few layers, of every kind, at its own sizes, set to compute the same every time.
+    """A copy of `config` with few layers, of every kind, at its own sizes, with deterministic forwards.
 
     Args:
-        num_layers: of a stack whose layers are all alike.
+        num_layers: layers of a stack whose layers are all alike.
     """
     short = copy.deepcopy(config)
     for original, part in zip(sub_configs(config), list(sub_configs(short)), strict=True):
@@ -80,7 +80,7 @@ def keep_layers(config: PreTrainedConfig, *, num_layers: int = 2) -> PreTrainedC
 
 
 def apply_repeatable(config: PreTrainedConfig, *, without_dropout: bool = True) -> PreTrainedConfig:
-    """Sets `config` so that a forward computes the same every time and keeps nothing, in place.
+    """Makes forwards of `config` deterministic and without cache, in place.
 
     Tiny models are trained and never generate, and some models cannot make a cache for every order of their layers.
     """
@@ -94,7 +94,7 @@ def apply_repeatable(config: PreTrainedConfig, *, without_dropout: bool = True) 
 
 
 class _Shrink:
-    """Computes the new values of one configuration, without its sub-configurations."""
+    """Computes the new values of one configuration, without its nested ones."""
 
     def __init__(
         self,
@@ -118,12 +118,12 @@ class _Shrink:
         self._width = 0
 
     def query_heads(self) -> list[int]:
-        """How many query heads the tiny model has, of every kind."""
+        """Numbers of query heads of the tiny model, of every kind."""
         counts = (value for name, value in self._old.items() if name in rules.QUERY_HEADS)
         return [self._query_heads(value) for value in counts if is_count(value)]
 
     def values(self, width: int) -> dict[str, Any]:
-        """Attribute -> new value, for those that change, in a tiny model whose hidden states are `width` wide."""
+        """Changed attributes and their values, in a tiny model of hidden size `width`."""
         self._width = width
         new = self.layers()
         sizes = {**self._old, **new}
@@ -140,14 +140,14 @@ class _Shrink:
         }
 
     def new_overrides(self, new: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-        """Layer -> fields in which it differs, in the original's proportion to the rest."""
+        """Per layer, the fields in which it differs, in the original's proportions."""
         return {
             place: {name: self._override(name, value, new) for name, value in fields.items()}
             for place, fields in self.kept_overrides().items()
         }
 
     def kept_overrides(self) -> dict[int, Mapping[str, Any]]:
-        """Layer -> fields in which it differs, as they are."""
+        """Per layer, the fields in which it differs, unchanged."""
         kept = enumerate(self._chosen)
         return {place: self.overrides[index] for place, index in kept if index in self.overrides}
 
@@ -163,7 +163,7 @@ class _Shrink:
         return max(1, round(new.get(name, rest) * value / rest / unit) * unit)
 
     def layers(self) -> dict[str, Any]:
-        """Attribute -> new value, for those that count layers or say what each is."""
+        """Changed attributes that count layers or describe each."""
         total = read_field(self._config, "num_hidden_layers")
         new: dict[str, Any] = {}
         count = self._num_layers
@@ -200,7 +200,7 @@ class _Shrink:
         return min(value, rules.CAPS.get(name, value))
 
     def _key_value_heads(self, name: str, value: int) -> int:
-        """As many as query heads, one, or a number that several query heads share."""
+        """As many as query heads, one, or a number that several query heads share, like the original."""
         query = next(
             (found for other in rules.KEY_VALUE_HEADS[name] if (found := read_field(self._config, other))), value
         )
@@ -215,7 +215,7 @@ class _Shrink:
         return self._num_parts if value % self._num_parts == 0 and fewer % self._num_parts else fewer
 
     def _query_heads(self, value: int) -> int:
-        """8, or as many as divide by `num_parts`, with a key/value head for each rank if those divide too."""
+        """8, or a multiple of `num_parts`, with a key/value head for each rank if those divide too."""
         if value in (1, 2, 4):
             return value
         shared = [each for name in rules.KEY_VALUE_HEADS if isinstance(each := self._old.get(name), int)]
@@ -234,7 +234,7 @@ class _Shrink:
         return self._width // self._query_heads(heads) if heads * value == self._hidden else decoupled
 
     def _scaled(self, value: int, *, multiple: int, distinct: bool = False) -> int:
-        """In the same ratio to the hidden size, between a quarter of it and four times it."""
+        """In the original's ratio to the hidden size, between a quarter of it and four times it."""
         if value in self._hidden_sizes and not (distinct and value != self._hidden):
             return self._width
         if value == 0:
@@ -244,7 +244,7 @@ class _Shrink:
         return min(max(scaled, multiple), 4 * self._width)
 
     def _tokens(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Special tokens inside the vocabulary, distinct as they were."""
+        """Special tokens inside the vocabulary, distinct like the original's."""
         vocab_size = values.get("vocab_size", self._vocab_size)
         vocab_size = vocab_size if isinstance(vocab_size, int) else self._vocab_size
         names = [name for name in values if name.endswith(_TOKENS)]
@@ -258,12 +258,12 @@ class _Shrink:
 
 
 def _zero(value: Any) -> Any:
-    """No chance at all, for one rate or one of every stage."""
+    """Zero probability, for one rate or a list of rates."""
     return type(value)(0.0 for _ in value) if isinstance(value, list | tuple) else 0.0
 
 
 def _width_of(heads: Iterable[int]) -> int:
-    """What all these numbers of heads divide, with 4 channels or more for each head."""
+    """A hidden size divisible by all these numbers of heads, with at least 4 channels per head."""
     counts = {1, *heads}
     together = math.lcm(*counts)
     return -(-max(rules.HIDDEN, 4 * max(counts)) // together) * together

@@ -1,4 +1,4 @@
-"""Makes images and audio for tiny models that read more than text."""
+"""Makes images and audio for tiny multimodal models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def class_names(table: str) -> frozenset[str]:
 
 
 def signals_of(model: PreTrainedModel) -> tuple[str, ...]:
-    """The arguments of `model`'s forward, other than tokens, without which it computes nothing.
+    """Arguments of `model`'s forward, other than tokens, that it requires.
 
     Raises:
         UnsupportedError: it takes neither tokens nor any of them.
@@ -54,13 +54,14 @@ def signals_of(model: PreTrainedModel) -> tuple[str, ...]:
 def make_patches(
     model: PreTrainedModel, num_images: int, *, generator: torch.Generator, beside_tokens: bool = False
 ) -> dict[str, Tensor]:
-    """Images for a model that reads the patches of all of them in a row, with the grid of each; nothing for others.
+    """Images for a model that takes the concatenated patches of all images, with the grid of each; empty for other
+    models.
 
     Args:
-        beside_tokens: whether a model that also reads tokens is given some.
+        beside_tokens: whether a model that also takes tokens receives images.
 
     Raises:
-        UnsupportedError: the configuration does not say the size of a patch.
+        UnsupportedError: the configuration does not give the patch size.
     """
     takes = inspect.signature(model.forward).parameters
     grid = next((name for name in _GRIDS if name in takes and ("input_ids" not in takes or beside_tokens)), None)
@@ -77,16 +78,16 @@ def make_patches(
 
 
 def make_signal(model: PreTrainedModel, name: str, shape: tuple[int, int], *, generator: torch.Generator) -> Tensor:
-    """Noise for one of the arguments `signals_of` names.
+    """Noise for an argument in `signals_of`.
 
     Args:
         model: its configuration gives the sizes.
-        name: of the argument.
-        shape: batch size and sequence length; the latter counts frames after the model's own convolutions.
-        generator: of the noise.
+        name: name of the argument.
+        shape: batch size and sequence length; the latter counts frames after the model's convolutions.
+        generator: generator of the noise.
 
     Raises:
-        UnsupportedError: the configuration does not say the size.
+        UnsupportedError: the configuration does not give the size.
     """
     try:
         size = _SIZES[name](_fields(model), shape[1])
@@ -97,7 +98,7 @@ def make_signal(model: PreTrainedModel, name: str, shape: tuple[int, int], *, ge
 
 
 def _fields(model: PreTrainedModel) -> dict[str, Any]:
-    """The fields of the model's configuration, and below them those of the configurations inside it."""
+    """Fields of the model's configuration and its nested ones; the outer ones take precedence."""
     fields: dict[str, Any] = {}
     for part in sub_configs(model.config):
         fields = {**{key: value for key, value in fields_of(part).items() if value is not None}, **fields}
@@ -113,7 +114,7 @@ def _image_size(fields: Mapping[str, Any], length: int) -> tuple[int, ...]:
 
 
 def _video_size(fields: Mapping[str, Any], length: int) -> tuple[int, ...]:
-    """[frames, channels, height, width], for as many frames as the model reads at once."""
+    """[frames, channels, height, width], with the number of frames that the model takes at once."""
     side = fields.get("crop_size", fields.get("image_size", _ANY_IMAGE))
     frames = fields.get("frames_per_clip", fields.get("num_frames", 2))
     return frames, *_image_size({"image_size": side} | {"num_channels": fields.get("in_chans", 3)}, length)

@@ -1,4 +1,4 @@
-"""A mesh of simulated ranks, so that a split can be tried in milliseconds. gloo is the judge of what passes here."""
+"""A mesh of simulated ranks, to try a split in milliseconds. gloo remains the reference."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ class SimulatedMesh(Mesh):
         self._group = group
 
     def subgroup(self, axis: str, blocks: Blocks) -> SimulatedGroup | None:
-        """This rank's simulated block."""
+        """This rank's simulated group of its block."""
         return self._group.subgroup(blocks)

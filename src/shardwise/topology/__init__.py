@@ -1,1 +1,1 @@
-"""Mesh shapes: axes, sizes, and which rank sits where. Arithmetic only."""
+"""Mesh shapes: axes, sizes, and coordinates of ranks. Arithmetic only."""

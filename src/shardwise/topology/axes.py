@@ -1,4 +1,4 @@
-"""The axes of a device mesh: their names, their order, and how a user spells their sizes."""
+"""The axes of a device mesh: names, order, and spelling of sizes."""
 
 from shardwise.errors import MeshError, did_you_mean
 
@@ -27,7 +27,7 @@ SIZE_NAMES: dict[str, str] = {
 
 
 def check_axis(axis: str) -> None:
-    """Check that `axis` is an axis name.
+    """Checks that `axis` is an axis name.
 
     Raises:
         MeshError: there is no such axis.

@@ -1,4 +1,4 @@
-"""Where the ranks of a mesh stand: which axes stay inside of a machine."""
+"""Axes that cross machines."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ __all__ = ["describe_crossing"]
 
 
 def describe_crossing(shape: MeshShape, ranks_per_machine: int) -> str | None:
-    """What is wrong with a layout whose tensor-parallel groups, which communicate in every layer, reach over several
-    machines; None where none does. Ranks are numbered machine by machine, as launchers do.
+    """Warning about a layout whose tensor-parallel groups, which communicate in every layer, span several machines;
+    None if none does.
+
+    Ranks are numbered machine by machine, as launchers do.
     """
     for group in shape.groups("tp"):
         machines = {rank // ranks_per_machine for rank in group}

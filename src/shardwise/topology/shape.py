@@ -1,4 +1,4 @@
-"""`MeshShape`: how many ranks there are along each axis, and which rank sits where."""
+"""`MeshShape`: the number of ranks along each axis, and their coordinates."""
 
 import itertools
 import math
@@ -54,11 +54,11 @@ class MeshShape:
 
     @classmethod
     def parse(cls, text: str) -> "MeshShape":
-        """The shape that `text` says, such as `"pp2.ddp2.fsdp4.tp8"`; axes of size 1 may be left out.
+        """Parses a layout such as `"pp2.ddp2.fsdp4.tp8"`; axes of size 1 may be left out.
 
         Raises:
-            MeshError: `text` is empty or malformed, names an unknown axis, repeats one, gives a size below 1, or is
-                not in outermost-first order. All problems are reported at once.
+            MeshError: `text` is empty or malformed, names an unknown axis, repeats one, gives a size below 1, or is not
+                in outermost-first order. Reports all problems at once.
         """
         if not text.strip():
             raise MeshError("the layout text is empty", fix=f'{_EXAMPLE}; "tp1" is one rank')
@@ -92,7 +92,7 @@ class MeshShape:
 
     @classmethod
     def filling(cls, world_size: int, *, tp_size: int = 1, pp_size: int = 1, shards: bool = False) -> "MeshShape":
-        """The shape of so many ranks, of which those that tp and pp leave are data ranks.
+        """The shape of `world_size` ranks with these tp and pp sizes; the rest are data ranks.
 
         Args:
             shards: whether data ranks shard (`fsdp`) or replicate (`ddp`).
@@ -137,16 +137,16 @@ class MeshShape:
 
     @property
     def data_size(self) -> int:
-        """Number of distinct batches a step consumes: ranks along `ddp` and `fsdp`."""
+        """Number of distinct batches per step: ranks along `ddp` and `fsdp`."""
         return math.prod(self.size(axis) for axis in DATA_AXES)
 
     def data_rank(self, rank: int) -> int:
-        """Which of the `data_size` batches `rank` reads. Raises `MeshError` for a rank outside the mesh."""
+        """Index of the batch that `rank` reads. Raises `MeshError` for a rank outside the mesh."""
         coords = self.coords(rank)
         return coords["ddp"] * self.fsdp_size + coords["fsdp"]
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Position of `rank` on every axis, outermost first.
+        """Coordinates of `rank` on every axis, outermost first.
 
         Raises:
             MeshError: `rank` is outside the mesh.
@@ -207,10 +207,10 @@ class MeshShape:
         return self.rank(**dict(zip(AXES, coords, strict=True)))
 
     def check_world_size(self, world_size: int) -> None:
-        """Check that `world_size` ranks fill the mesh exactly.
+        """Checks that the mesh has exactly `world_size` ranks.
 
         Raises:
-            MeshError: they do not.
+            MeshError: it has another number.
         """
         needed = self.world_size
         if world_size == needed:

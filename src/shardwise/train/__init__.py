@@ -1,1 +1,1 @@
-"""Training: one step for every layout, the loop around it, and what a run is asked to do."""
+"""Training: one step for every layout, the loop around it, and the configuration of a run."""

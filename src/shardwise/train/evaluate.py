@@ -1,4 +1,4 @@
-"""Validation: the loss on rows that training does not see, the same for every layout."""
+"""Validation: the loss on held-out rows, the same for every layout."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ __all__ = ["build_evaluation", "evaluation_batches"]
 def build_evaluation(
     model: nn.Module, mesh: Mesh, batches: Callable[[], Iterator[dict[str, Tensor]]]
 ) -> Callable[[], float]:
-    """A function that returns the mean loss over all target tokens of `batches()`, the same number on every rank.
+    """Returns a function that computes the mean loss over all target tokens of `batches()`, the same on every rank.
 
-    The model runs in eval mode, and every module is left in the mode it was in. NaN where there is no target.
+    The model runs in eval mode; afterwards every module is in its previous mode. The loss is NaN if there are no
+    targets.
 
     Communicates: what the model's forwards do, and over the data ranks one all-reduce of two values.
     """
@@ -61,8 +62,10 @@ def evaluation_batches(
     data_rank: int = 0,
     data_size: int = 1,
 ) -> Iterator[dict[str, Tensor]]:
-    """This data rank's share of every global batch of rows in order, the last one short of rows filled up with rows
-    whose labels are all ignored: every rank gets as many batches of equal shape.
+    """Yields this data rank's share of every global batch of rows, in order.
+
+    The last batch is filled up with rows whose labels are all ignored, so that every rank gets equally many batches of
+    equal shape.
     """
     num_rows = min(rows.num_rows, batch_size * max_batches)
     share = batch_size // data_size

@@ -1,6 +1,6 @@
-"""The trainer of `shardwise train`: takes batches, steps, and tells what happens.
+"""Training loop of `shardwise train`: takes batches, steps, and reports.
 
-It is given everything ready-made, so it neither knows how a model was split nor where a batch came from.
+Its components are built elsewhere, so it does not know how a model was split or where a batch came from.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ logger = logging.getLogger("shardwise.train")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingComponents:
-    """What a run is made of.
+    """Components of a run.
 
     Attributes:
         step: forward and backward of one batch; leaves gradients in the model (a `TrainStep`).
-        clip: scales gradients down to a norm and returns the norm they had.
-        optimizer: already holds the model's parameters.
+        clip: clips gradients to a norm and returns the norm before clipping.
+        optimizer: optimizer over the model's parameters.
         batches: an endless stream of this rank's batches.
-        device: where the model computes, and so where memory counts.
-        evaluate: returns the validation loss; None where nothing is held out.
-        nonfinite: what becomes of steps whose gradients are infinite or NaN: the loop looks before every update and
-            raises ("checked"), the optimizer does ("raised"), so that the loop need not look, or it leaves them out and
-            the run goes on ("skipped").
-        num_devices: over all ranks.
+        device: device of the model, whose memory is reported.
+        evaluate: returns the validation loss; None without held-out data.
+        nonfinite: handling of infinite or NaN gradients. "checked": the loop checks before every update and raises.
+            "raised": the optimizer raises, so the loop does not check. "skipped": the optimizer skips the step and the
+            run continues.
+        num_devices: number of devices of all ranks.
     """
 
     step: Callable[[Mapping[str, torch.Tensor]], StepResult]
@@ -58,7 +58,7 @@ class TrainingComponents:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One optimizer step, as it is logged.
+    """Log record of one optimizer step.
 
     Attributes:
         step: counted from 1.
@@ -66,13 +66,13 @@ class StepRecord:
         grad_norm: norm of the gradients before clipping.
         tokens: tokens of the global batch that counted towards the loss.
         tokens_per_second: over all ranks.
-        memory_bytes: most that this rank has used so far: allocated on its GPU, or of the process where there is none.
-        reserved_bytes: most that torch has taken of the GPU for it, what lies between allocations included.
-        tflops: 10^12 operations a second on each device, of the model alone: see [Note: model FLOPs] in
-            `plan/token_work.py`, where the formula stands. None where a step does not count them.
-        mfu: their share of what the device does at best in bfloat16 (`estimate/flops.py`); None where that is unknown.
-        eval_loss: mean over the tokens held out, after this step's update; None where none was due.
-        eval_perplexity: its exponential.
+        memory_bytes: peak memory of this rank so far: allocated on its GPU, or of the process without a GPU.
+        reserved_bytes: peak GPU memory reserved by torch, including fragmentation.
+        tflops: model FLOPs per second and device, in 10^12: see [Note: model FLOPs] in `plan/token_work.py`. None if a
+            step does not count them.
+        mfu: share of the device's peak bfloat16 rate (`estimate/flops.py`); None if that is unknown.
+        eval_loss: mean over the held-out tokens, after this step's update; None if no evaluation was due.
+        eval_perplexity: exponential of `eval_loss`.
     """
 
     step: int
@@ -90,16 +90,16 @@ class StepRecord:
 
 
 class Reporter(Protocol):
-    """What every step is reported to."""
+    """Receiver of step records."""
 
     def report(self, record: StepRecord) -> None: ...
 
 
 class Checkpoints(Protocol):
-    """What is told of every step when it is over."""
+    """Callback after every step that saves checkpoints."""
 
     def after_step(self, step: int, *, is_last: bool) -> bool:
-        """Saves what is due; whether the run ends here."""
+        """Saves a checkpoint if one is due. Returns whether the run should end now."""
         ...
 
 
@@ -114,28 +114,29 @@ def run_loop(
     checkpoints: Checkpoints | None = None,
     report_every: int = 1,
 ) -> StepRecord | None:
-    """Runs the steps up to `num_steps` and returns the last one's record, None where none was left to be done.
+    """Runs the steps up to `num_steps` and returns the last record; None if no step was left to do.
 
     # [Note: late records]
-    To read a loss waits for everything that a GPU was given to do, and until the host has launched the next step the
-    GPU does nothing. So losses and norms stay on the device until somebody is to be told: the records of `report_every`
-    steps are read together, and each has their mean speed. Where the device computes by itself they are told when the
-    next step has been launched. The first step, the last one, and those before an evaluation are read at once; what was
-    not told yet when the run fails is told then.
+    Reading a loss waits for all work on the GPU, which then idles until the host has launched the next step. So losses
+    and norms stay on the device until they are reported: the records of `report_every` steps are read together, and
+    each has their mean speed. On asynchronous devices they are reported after the next step has been launched. The
+    first step, the last one, and those before an evaluation are read at once. Unreported records are reported if the
+    run fails.
 
     Args:
-        parts: the step, the optimizer and their surroundings.
-        num_steps: length of the run, which the learning rate schedule spans.
-        settings: the learning rate, its schedule and the clipping.
-        reporters: given each step, in this order; usually on one rank only. One that cannot write is given no more.
-        eval_every: steps between evaluations; the last step is always followed by one. 0 evaluates never.
+        parts: the step, the optimizer and the other components.
+        num_steps: length of the run, which the learning-rate schedule spans.
+        settings: the learning rate, its schedule and clipping.
+        reporters: receive each record, in this order; usually on one rank only. A reporter that fails to write is
+            dropped.
+        eval_every: steps between evaluations; an evaluation always follows the last step. 0: no evaluation.
         num_done: steps that an earlier run has done.
-        checkpoints: told of every step, after the reporters if they are due; may end the run.
-        report_every: steps whose records are read together.
+        checkpoints: called after every step, after the reporters; may end the run.
+        report_every: number of steps whose records are read together.
 
     Raises:
         BatchError: there are fewer batches than steps.
-        GradientError: the loss or the gradient norm is not finite. The weights are still those of the step before.
+        GradientError: the loss or the gradient norm is not finite. The weights are those of the step before.
     """
     told = _Records(parts, reporters)
     try:
@@ -172,7 +173,7 @@ class _Step:
 
 
 class _Records:
-    """Steps whose records are still to be made, and who is told of them; see [Note: late records]."""
+    """Queue of steps that are not reported yet, and their reporters; see [Note: late records]."""
 
     def __init__(self, parts: TrainingComponents, reporters: Sequence[Reporter]) -> None:
         self.last: StepRecord | None = None
@@ -181,11 +182,11 @@ class _Records:
         self._sent: list[tuple[list[_Step], HostCopy]] = []
 
     def add(self, step: _Step) -> None:
-        """Keeps a step."""
+        """Adds a step."""
         self._waiting.append(step)
 
     def send(self) -> None:
-        """Has the numbers of all that wait brought to the host, to be told when the device has other work."""
+        """Starts to copy the numbers of all queued steps to the host."""
         steps, self._waiting = self._waiting, []
         device = self._parts.device
         pairs = [
@@ -194,17 +195,17 @@ class _Records:
         self._sent.append((steps, HostCopy(torch.stack(pairs))))
 
     def tell(self, *, eval_loss: Callable[[], float] | None = None) -> None:
-        """Reports all that wait, in their order; with the last one, what is evaluated now.
+        """Reports all queued steps in order; evaluates with the last one.
 
         Raises:
-            GradientError: one of them is not finite, and the run does not skip such steps.
+            GradientError: a number is not finite, and the run does not skip such steps.
         """
         if self._waiting:
             self.send()
         self.flush_copied(eval_loss=eval_loss)
 
     def flush_copied(self, *, eval_loss: Callable[[], float] | None = None) -> None:
-        """As `tell`, of what has been sent."""
+        """Reports the steps whose numbers have been sent; see `tell`."""
         sent, self._sent = self._sent, []
         for steps, late in sent:
             started = time.perf_counter()
@@ -235,7 +236,7 @@ def _diverged(loss: float, grad_norm: float, *, step: int, why: str) -> Gradient
 
 
 def _report(reporter: Reporter, record: StepRecord) -> bool:
-    """Whether the reporter could take the record; one that cannot is no reason to lose the run."""
+    """Whether the reporter accepted the record. An error of a reporter does not end the run."""
     try:
         reporter.report(record)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""What a training run is asked to do, as frozen values. Building one reads nothing and starts nothing.
+"""Configuration of a training run, as frozen values. Creating one reads nothing and starts nothing.
 
-The fields here are the keys of the YAML file that `shardwise train` reads: their names, types, bounds, defaults and
-help stand here and nowhere else. `cli/config_file.py` reads the file by them.
+The fields are the keys of the YAML file of `shardwise train`: their names, types, bounds, defaults and help are defined
+only here. `cli/config_file.py` reads the file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Finite = Field(allow_inf_nan=False)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which model is trained, and in which precision its weights are kept."""
+    """The model to train, and the dtype of its weights."""
 
     path: Place | None = None
     """Model directory or hub id: its weights are loaded."""
@@ -61,7 +61,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """What is computed in, besides the weights' own type `model.dtype`."""
+    """Dtypes of computation, besides the weights' dtype `model.dtype`."""
 
     compute: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of forward and backward; `auto` is bfloat16 on GPUs and `model.dtype` on CPUs, where it is slower."""
@@ -87,7 +87,7 @@ class CompilationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """How the learning rate moves over the run."""
+    """Learning-rate schedule over the run."""
 
     name: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "cosine"
     """Shape of the decay after the warmup; warmup_stable_decay falls linearly over the last `decay_steps`."""
@@ -101,7 +101,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer and what bounds its updates."""
+    """The optimizer, and gradient clipping."""
 
     name: str = "AdamW"
     """A class of torch.optim, or the dotted path of another."""
@@ -121,7 +121,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """Where a run writes down what happens."""
+    """Where the run's logs are written."""
 
     dir: Place = "runs/latest"
     """Holds train.jsonl (one object a step), config.yaml, data_state.json (where the reading of the data stands after
@@ -138,7 +138,7 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Where a run is saved, so that it can go on when it was ended, and when."""
+    """Where and when the run is saved, and whether it resumes."""
 
     dir: Place | None = None
     """Directory of checkpoints; null saves none. A run is saved at its end, and when Ctrl-C, SIGTERM, SIGHUP or
@@ -199,7 +199,7 @@ class TrainConfig:
 
 
 def check_config(config: TrainConfig) -> list[Problem]:
-    """Everything wrong with `config` that its values show, besides their types and bounds."""
+    """Every error in `config` that its values show, besides their types and bounds."""
     return [
         *_check_sources(config),
         *check_data(config.data, config.evaluation),
@@ -210,7 +210,7 @@ def check_config(config: TrainConfig) -> list[Problem]:
 
 
 def lr_factor(schedule: ScheduleConfig, *, step: int, num_steps: int) -> float:
-    """Share of the peak learning rate at `step`, counted from 0, of `num_steps`."""
+    """Factor of the peak learning rate at `step` (from 0) of `num_steps`."""
     if step < schedule.warmup_steps:
         return (step + 1) / (schedule.warmup_steps + 1)
     if schedule.name == "constant":

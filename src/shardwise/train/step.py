@@ -49,7 +49,7 @@ __all__ = ["Count", "StepResult", "TrainStep", "Weight"]
 
 
 class _Late:
-    """A field of a `StepResult` that is read where it is still on its way from the device."""
+    """Descriptor of a `StepResult` field that waits for its value from the device."""
 
     def __init__(self, kind: type, *default: Any) -> None:
         self._kind, self._default = kind, default
@@ -73,8 +73,8 @@ class _Late:
 
 @dataclass(frozen=True, kw_only=True)
 class _Checked:
-    """A batch that has passed the checks of this rank: its rows, the runs of its images, its microbatches where they
-    were given, their numbers of targets, and the operations of its forward and backward.
+    """A batch that has passed this rank's checks: its rows, the runs of its images, its microbatches if they were
+    given, their numbers of targets, and the operations of its forward and backward.
     """
 
     rows: int
@@ -86,15 +86,14 @@ class _Checked:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step computed.
+    """Result of a training step.
 
     Attributes:
-        loss: float32 scalar on the mesh's device, detached: the mean over all target tokens of the full batch, the
-            same on every rank. `float(result.loss)` waits for the device.
-        num_tokens: target tokens of the full batch. Where the labels were on a GPU, to ask waits for this step's
-            beginning.
-        flops: operations of its forward and backward by the formula of [Note: model FLOPs] (`plan/token_work.py`),
-            6 N + 12 L H Q T for each of its tokens: divided by seconds, devices and a device's peak, the MFU.
+        loss: float32 scalar on the mesh's device, detached: the mean over all target tokens of the full batch, the same
+            on every rank. `float(result.loss)` waits for the device.
+        num_tokens: target tokens of the full batch. With labels on a GPU, reading it waits for the start of this step.
+        flops: operations of forward and backward by the formula of [Note: model FLOPs] (`plan/token_work.py`), 6 N + 12
+            L H Q T per token. Divided by seconds, devices and a device's peak rate it gives the MFU.
     """
 
     loss: Tensor
@@ -111,16 +110,15 @@ class TrainStep:
     Gradients accumulate over calls until they are zeroed, as in plain torch.
 
     Args:
-        model: a model that `shardwise.load` or `shardwise.parallelize` returned.
-        num_microbatches: into how many equal runs of rows a batch is divided; the rows must divide by it.
+        model: a model from `shardwise.load` or `shardwise.parallelize`.
+        num_microbatches: number of equal runs of rows into which a batch is divided; the rows must divide by it.
 
     Raises:
         BatchError: `num_microbatches` is no positive integer.
-        ConfigError: the pipeline's schedule does not take so many microbatches.
+        ConfigError: the pipeline's schedule does not support the number of microbatches.
         LayoutError: the model is not split by Shardwise.
-        UnsupportedError: the model sees the tokens that it is to predict (an encoder with a causal model's loss), or
-            its rows depend on each other, and batches are divided.
-        UnsupportedError: parameters came into it later, where nothing says what they are.
+        UnsupportedError: the model sees the tokens that it should predict (an encoder with a causal model's loss); its
+            rows depend on each other, and batches are divided; or parameters were added later whose split is unknown.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, *, num_microbatches: int = 1) -> None:
@@ -163,33 +161,33 @@ class TrainStep:
         """Computes loss and gradients of `batch`.
 
         Args:
-            batch: the keyword arguments of the model's forward, labels included: tensors `[rows, …]`, on any device;
-                this data rank's rows, the same on every tp and pp rank. Values without rows are passed on as they are.
-                Images, videos and sound may have other rows (several images or none for a row, patches): microbatches
-                take those whose tokens are in their rows.
+            batch: keyword arguments of the model's forward, including labels: tensors `[rows, …]` on any device. They
+                are this data rank's rows, the same on every tp and pp rank. Values without rows are passed on
+                unchanged. Images, videos and sound may have other rows (several images per row or none, patches): a
+                microbatch gets those whose placeholder tokens are in its rows.
 
         Returns:
-            The loss as the mean over all target tokens, and their number. A microbatch without any target counts
-            nothing; where the full batch has none, the loss is 0 and gradients stay as they are (of labels on a GPU the
-            host does not know, and zeros are added). Auxiliary losses that a model adds to its own (a mixture of
-            experts' balance) are computed on each microbatch of each data rank and averaged with the same weights. A
-            loss without token labels (classes, regression) is weighted by rows, one of spans by those in the sequence.
+            The loss as the mean over all target tokens, and their number. A microbatch without targets counts nothing.
+                If the full batch has none, the loss is 0 and gradients do not change (with labels on a GPU, zeros are
+                added). Auxiliary losses inside the model's loss (a mixture of experts' balance) are computed per
+                microbatch of each data rank and averaged with the same weights. A loss without token labels (classes,
+                regression) is weighted by rows; a loss of spans by those inside the sequence.
 
         Raises:
-            RankError: the ranks' optimizers have taken other steps.
+            RankError: the ranks' optimizers have taken different steps.
             BatchError: labels are missing or no tensor, tensors differ in rows, rows do not divide by
-                `num_microbatches`, or ranks that differ in tp or pp alone were given different batches.
-            UnsupportedError: gradients are switched off; where batches are divided, batch norms are trained, the loss
-                function is the caller's own, or there are several kinds of targets in unequal numbers; or stages are
-                asked for hidden states, attentions, or router logits that the config did not ask for when the model was
+                `num_microbatches`, or ranks that differ only in tp or pp have different batches.
+            UnsupportedError: gradients are disabled; batches are divided and batch norms are trained, the loss function
+                is the caller's own, or there are several kinds of targets in unequal numbers; or a pipeline is asked
+                for hidden states, attentions, or router logits that the config did not ask for when the model was
                 split.
-            GradientError: the loss depends on nothing that is trained.
+            GradientError: the loss depends on no trained parameter.
             IndexError: a token id or a target is outside the vocabulary.
 
-        Communicates: over tp and pp, one all-gather of 40 bytes a rank; over the data axes another one, and on GPUs one
-            all-reduce of the numbers of targets and operations; what the model's forward and backward do, under pp what
-            stages send each other; the gradient phase (see [Note: one gradient phase]); over pp and over the data axes,
-            one all-reduce of the loss.
+        Communicates: over tp and pp, one all-gather of 40 bytes per rank; over the data axes another one, and on GPUs
+        one all-reduce of the numbers of targets and operations; what the model's forward and backward do, with pp
+        including messages between stages; the gradient phase (see [Note: one gradient phase]); over pp and over the
+        data axes, one all-reduce of the loss.
         """
         self.mesh.note_step()
         described = self._describe()
@@ -227,7 +225,7 @@ class TrainStep:
         return StepResult(loss=total, num_tokens=late[0], flops=late[1])
 
     def _check(self, batch: Mapping[str, Any]) -> _Checked:
-        """Raises where this rank's batch cannot be trained on. Communicates nothing."""
+        """Raises if this rank cannot train on its batch. Communicates nothing."""
         _check_gradients()
         rows = check_batch(self.model, batch, self.num_microbatches)
         runs = divide_media(self.model, batch, rows, self.num_microbatches)
@@ -286,7 +284,7 @@ class TrainStep:
         return totals[0], totals[1] * 1e3
 
     def _place(self, batch: Mapping[str, Any], checked: _Checked) -> list[dict[str, Any]]:
-        """The microbatches on the device, with masks that the host knows."""
+        """The microbatches on the device, with masks whose content the host knows."""
         if isinstance(batch, DeviceBatch):
             placed = batch.take()
         else:
@@ -300,7 +298,7 @@ class TrainStep:
         return parts
 
     def _run(self, batch: TargetWeights, scale: Weight, total: Tensor) -> None:
-        """Forward and backward of all microbatches; adds their losses to `total`."""
+        """Runs forward and backward of all microbatches; adds their losses to `total`."""
         if batch.is_empty:  # which all ranks know
             return
         if self._schedule is not None:
@@ -323,8 +321,10 @@ class TrainStep:
                 total += loss.detach().float() * weight
 
     def _forward(self, batch: TargetWeights, number: int) -> Tensor:
-        """The mean loss of a microbatch. The first one decides on all data ranks alike whether the model makes its
-        masks of the one that the host knows; where documents were missed for that, it runs again on all of them.
+        """Mean loss of a microbatch.
+
+        The first microbatch decides, for all data ranks alike, whether the model uses the host's masks. If it ignored
+        them although rows hold several documents, it runs again with full masks on all ranks.
         """
         loss: Tensor = self.model(**self._arguments(batch, number)).loss
         if not self._tries_masks:
@@ -348,12 +348,12 @@ class TrainStep:
         return self.model(**self._arguments(batch, number)).loss if documents else loss
 
     def _count(self, part: Mapping[str, Any]) -> Count:
-        """The targets of a microbatch; left on a device that computes by itself where one rank's say is enough."""
+        """Number of targets of a microbatch; stays on an asynchronous device if this rank alone needs it."""
         stays = self._gradients.is_late and self._pipeline is None
         return count_targets(self.model, part, stays=stays)
 
     def _describe(self) -> dict[str, Any]:
-        """What must be the same on all ranks besides the rows."""
+        """Facts besides the rows that must be equal on all ranks."""
         if self._pipeline is not None:
             also: dict[str, Any] = {"the model": self._pipeline.name}
         else:
@@ -369,7 +369,7 @@ class TrainStep:
 
     @contextmanager
     def _without_batch_norms(self) -> Iterator[None]:
-        """Inside, a batch norm that runs in training mode is an error, where batches are divided."""
+        """Context manager: a batch norm in training mode raises, if batches are divided."""
         refuse = partial(refuse_batch_norm, find_model(self.model), self._num_parts)
         handles = [norm.register_forward_pre_hook(lambda norm, _: refuse(norm)) for norm in self._batch_norms]
         try:
@@ -379,18 +379,18 @@ class TrainStep:
                 handle.remove()
 
     def _arguments(self, batch: TargetWeights, number: int) -> dict[str, Any]:
-        """Those of the forward."""
+        """Arguments of the forward."""
         arguments = batch.arguments(number)
         returned = {"return_dict": True} if self._as_tuple or arguments.get("return_dict") is False else {}
         return self._defaults | arguments | returned
 
     def _weighted(self, loss: Tensor, weight: Weight, scale: Weight) -> Tensor:
-        """What backward starts from."""
+        """The scalar on which backward is called."""
         factor = weight * self._loss_factor * scale
         return loss if not isinstance(factor, Tensor) and factor == 1.0 else loss * factor
 
     def _run_pipeline(self, batch: TargetWeights, scale: Weight, total: Tensor) -> None:
-        """All microbatches through the stages, forward and backward; the last stage's rank adds losses to `total`."""
+        """Runs forward and backward of all microbatches through the stages; the last stage adds losses to `total`."""
         assert self._pipeline is not None
         assert self._schedule is not None
 
@@ -409,7 +409,7 @@ class TrainStep:
 
 
 def _on_device(number: Count, device: torch.device) -> Tensor:
-    """A number as an int64 scalar on the device, for which no host waits."""
+    """A number as an int64 scalar on the device, without host synchronization."""
     return number.long() if isinstance(number, Tensor) else torch.full((), number, dtype=torch.int64, device=device)
 
 
