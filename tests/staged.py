@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from shardwise.tiny.simulate import SimulatedMesh
 from torch import Tensor, nn
 
 from shardwise.comm.simulated import SimulatedGroup, run_ranks
@@ -22,7 +23,6 @@ from shardwise.plan.options import ParallelSpec, Pipeline
 from shardwise.probe.layer_order import find_layer_order, train_in_stages
 from shardwise.runtime.adapter_facts import without_adapters
 from shardwise.search.planning import plan_for
-from shardwise.tiny.simulate import SimulatedMesh
 from shardwise.topology.shape import MeshShape
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +24,7 @@ from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan
 from shardwise.runtime.context import SplitContext
 from shardwise.schedule.build import build_schedule
 from shardwise.schedule.drawing import draw_svg
-from shardwise.schedule.timeline import chrome_trace
+from shardwise.schedule.timeline import chrome_trace, timeline
 from shardwise.stages.model import Stages, StageTensor
 from sidebyside.steps import Contender, Size, seconds_of
 
@@ -134,12 +137,17 @@ def _measure_bubble(mesh: shardwise.Mesh, name: str, num_microbatches: int, slee
         lines.append(shown)
     found = sorted(lines[1:], key=lambda line: line.bubble)[_REPEATS // 2]
     held = schedule.in_flight
+    lengths = defaultdict(list)
+    for span in itertools.chain.from_iterable(found.spans):
+        lengths[span.action.stage, span.action.kind].append(span.length)
+    actions = itertools.chain.from_iterable(found.schedule.actions)
+    computed = timeline(found.schedule, {each: statistics.fmean(lengths[each.stage, each.kind]) for each in actions})
     return Bubble(
         schedule=name,
         num_microbatches=num_microbatches,
         measured=found.bubble,
-        theory=found.computed().bubble,
-        most_received=(max(stage.most_received for stage in runner.kept_stages()),),
+        theory=computed.bubble,
+        most_received=(max(stage.most_received for _, stages in runner._kept.values() for stage in stages),),
         in_flight=held,
         svg=draw_svg(found),
         trace=chrome_trace({"step": found}),

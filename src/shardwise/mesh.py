@@ -15,10 +15,10 @@ from shardwise.errors import MeshError
 from shardwise.failure import record
 from shardwise.job.adopted import read_device_mesh, read_groups
 from shardwise.job.devices import pick_device
+from shardwise.job.environment import read_slurm_environment
 from shardwise.job.groups import Groups, make_groups, new_group, ranks_along, wide_axes
 from shardwise.job.processes import current_heartbeat, end_processes, start_processes
 from shardwise.job.rendezvous import read_world_size
-from shardwise.job.slurm import read_slurm_environment
 from shardwise.topology.axes import AXES, DATA_AXES
 from shardwise.topology.shape import MeshShape
 

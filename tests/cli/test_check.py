@@ -12,8 +12,8 @@ import transformers
 import yaml
 
 from shardwise.api.rehearsal import Rehearsal
+from shardwise.cli.data import read_tokenizer
 from shardwise.cli.main import main
-from shardwise.cli.tokenizer import read_tokenizer
 from tests.cli.test_train import MODEL, make_tokenizer
 
 pytestmark = pytest.mark.single

@@ -101,8 +101,8 @@ def test_the_doctor_finds_this_machine_well():
     run = subprocess.run([sys.executable, "-m", "shardwise", "doctor"], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "ok      2-rank all-reduce  sums over gloo: [3.0, 3.0]" in run.stdout
-    assert "torch" in run.stdout and "hub cache" in run.stdout
-    assert "numpy" in run.stdout and "torch.compile" in run.stdout
+    assert "torch" in run.stdout
+    assert "numpy" in run.stdout
 
 
 def test_the_doctor_names_what_is_broken(monkeypatch, capsys):
@@ -145,7 +145,7 @@ def test_a_reader_that_has_seen_enough_is_no_error():
 @pytest.mark.parametrize("name", ["steps.svg", "steps.json"])
 def test_a_step_of_the_pipeline_is_drawn(tmp_path, capsys, name):
     _draw_step(tmp_path / name, MeshShape(pp_size=2), ParallelSpec(), 4)
-    assert "0F0" in capsys.readouterr().out
+    assert "ranks wait 20.0% of the time" in capsys.readouterr().out
     assert "1B3" in (tmp_path / name).read_text()
 
 

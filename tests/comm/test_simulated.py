@@ -10,6 +10,7 @@ from unittest import mock
 import numpy
 import pytest
 import torch
+from shardwise.tiny.simulate import SimulatedMesh
 
 import shardwise
 from shardwise.comm import collectives, operations
@@ -24,7 +25,6 @@ from shardwise.plan.options import ParallelSpec
 from shardwise.ranks.spawn import spawn
 from shardwise.search.planning import plan_for
 from shardwise.tiny.objective import loss_or_surrogate
-from shardwise.tiny.simulate import SimulatedMesh
 from shardwise.topology.shape import MeshShape
 from tests.families import FULL_PRODUCT, tiny_batch, tiny_model
 

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from shardwise.tiny.simulate import SimulatedMesh
 from torch import nn
 
 from shardwise.comm.simulated import run_ranks
@@ -16,7 +17,6 @@ from shardwise.compat.layers.linears import ColumnLinear, RowLinear
 from shardwise.errors import ConfigError
 from shardwise.parameters.canonical import canonical_tensor
 from shardwise.parameters.registry import entry_of
-from shardwise.tiny.simulate import SimulatedMesh
 
 pytestmark = pytest.mark.single
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.cli.sources import open_source
+from shardwise.cli.data import open_source
 from shardwise.comm.agree import run_on_local_rank_0
 from shardwise.data import corpus
 from shardwise.data.config import DataConfig, patterns_of

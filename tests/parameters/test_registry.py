@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from shardwise.tiny.simulate import SimulatedMesh
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -30,7 +31,6 @@ from shardwise.plan.options import ParallelSpec
 from shardwise.ranks.fake_mesh import fake_mesh
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.placement import Split
-from shardwise.tiny.simulate import SimulatedMesh
 from shardwise.topology.shape import MeshShape
 from tests.families import rows_of, tiny_batch, tiny_model
 

@@ -31,7 +31,9 @@ class Watch:
 
     def __call__(self, module, args):
         self.runs += 1
-        held = sum(len(each._forwards) + len(each._later) for each in self.runner.kept_stages())
+        held = sum(
+            len(each._forwards) + len(each._later) for _, stages in self.runner._kept.values() for each in stages
+        )
         self.most = max(self.most, held + 1)
 
 

@@ -38,7 +38,10 @@ def train_stub(mesh, name, count):
 
     def watched(*args):
         nonlocal most_held
-        most_held = max(most_held, 1 + sum(len(each._forwards) + len(each._later) for each in runner.kept_stages()))
+        most_held = max(
+            most_held,
+            1 + sum(len(each._forwards) + len(each._later) for _, stages in runner._kept.values() for each in stages),
+        )
         return run_stage(*args)
 
     runner.stages.run = watched

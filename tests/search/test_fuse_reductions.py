@@ -18,10 +18,9 @@ from shardwise.parallel.facts import read_facts
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
-from shardwise.probe.trial import Trial
+from shardwise.probe.trial import SimulatedMesh, Trial
 from shardwise.runtime.forward_state import Entered
 from shardwise.tiny.models import build_tiny_model, make_batch, set_runnable_mode, shrink_config
-from shardwise.tiny.simulate import SimulatedMesh
 from tests.families import FULL_PRODUCT, derive_plan
 
 pytestmark = pytest.mark.single

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
-from shardwise.stages.cache_copies import cache_parts, copy_cache
+from shardwise.stages.model import cache_parts, copy_cache
 
 pytestmark = pytest.mark.single
 

@@ -6,8 +6,7 @@ import re
 
 import pytest
 
-from shardwise.topology.machines import describe_crossing
-from shardwise.topology.shape import MeshShape
+from shardwise.topology.shape import MeshShape, describe_crossing
 
 pytestmark = pytest.mark.pure
 

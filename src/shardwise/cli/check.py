@@ -9,8 +9,7 @@ from pathlib import Path
 
 from shardwise.cli.config_file import Problems, parse_config
 from shardwise.errors import counted
-from shardwise.topology.machines import describe_crossing
-from shardwise.topology.shape import MeshShape
+from shardwise.topology.shape import MeshShape, describe_crossing
 from shardwise.train.run_config import Problem, TrainConfig
 
 __all__ = ["HELP", "add_arguments", "check_run", "run"]
@@ -69,8 +68,7 @@ def check_run(config: TrainConfig, *, known: Sequence[Problem] = (), world_size:
     Args:
         world_size: number of ranks that the run will have; None: what the layout needs.
     """
-    from shardwise.cli.adapters import check_adapter  # torch and transformers are slow to import
-    from shardwise.cli.inputs import check_inputs, check_outputs
+    from shardwise.cli.inputs import check_adapter, check_inputs, check_outputs  # torch is slow to import
     from shardwise.cli.models import check_model
 
     problems = Problems(known)

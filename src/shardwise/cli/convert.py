@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from shardwise.api.converting import convert_to_hf, convert_weights_to_hf, open_anywhere
     from shardwise.api.converting_adapters import convert_adapter, merge_adapter
-    from shardwise.cli.tokenizer import read_tokenizer
+    from shardwise.cli.data import read_tokenizer
     from shardwise.weights.kinds import CONVERTIBLE, kind_of
 
     tokenizer = read_tokenizer(arguments.tokenizer, option="--tokenizer") if arguments.tokenizer else None

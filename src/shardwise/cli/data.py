@@ -1,4 +1,4 @@
-"""The rows that a run reads: tokenized once per machine, cached, and opened by every rank."""
+"""The tokenizer and the rows of a run: tokenized once per machine, cached, and opened by every rank."""
 
 from __future__ import annotations
 
@@ -10,23 +10,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from rich.console import Console
 from rich.progress import Progress
 
 from shardwise.cli.config_file import Problems
 from shardwise.cli.launch import local_rank
-from shardwise.cli.sources import open_records, open_source
-from shardwise.cli.tokenizer import build_encoder
 from shardwise.comm.agree import agree_on, run_on_local_rank_0
 from shardwise.comm.operations import Group
-from shardwise.data.config import DataConfig, held_out, rows_of
+from shardwise.data.config import DataConfig, held_out, patterns_of, rows_of
+from shardwise.data.corpus import DataSource, Encoder, dataset_source, digest, file_source, find_files
 from shardwise.data.documents import Document, documents_path, read_documents, text_documents, write_documents
 from shardwise.data.examples import build_example_encoder, encode_examples
+from shardwise.data.records import Record, dataset_records, file_records
 from shardwise.data.rows import DocumentMasking, DocumentRows, Rows, StreamRows
-from shardwise.errors import LoadError
+from shardwise.errors import ConfigError, LoadError, one_line
 from shardwise.train.run_config import Problem, TrainConfig
+from shardwise.weights.locate import locate_source
 
-__all__ = ["check_records", "prepare_rows"]
+__all__ = [
+    "build_encoder",
+    "check_records",
+    "import_datasets",
+    "load_tokenizer",
+    "open_source",
+    "prepare_rows",
+    "read_tokenizer",
+]
 
 logger = logging.getLogger("shardwise.train")
 
@@ -150,3 +160,93 @@ def _open_documents(data: DataConfig, tokenizer: Any, *, limit: int | None = Non
 
     fingerprints = records.fingerprint, f"{examples.fingerprint} {encoder.fingerprint}"
     return _Documents(fingerprints, records.size, read)
+
+
+def open_source(config: DataConfig) -> DataSource[str | None]:
+    """The documents that `config` names.
+
+    Raises:
+        LoadError: there is nothing there, or it cannot be read.
+        ConfigError: `datasets` is not installed.
+    """
+    if config.path is not None:
+        return file_source(find_files(Path(config.path), patterns_of(config)), text_key=config.text_key)
+    return dataset_source(_open_dataset(config), text_key=config.text_key)
+
+
+def open_records(config: DataConfig) -> DataSource[Record]:
+    """The records that `config` names: prompts with responses, or lists of messages. Raises the errors of
+    `open_source`.
+    """
+    if config.path is not None:
+        return file_records(find_files(Path(config.path), patterns_of(config)))
+    return dataset_records(_open_dataset(config))
+
+
+def import_datasets(config: DataConfig) -> Any:
+    """The library that opens `config.dataset`. Raises `ConfigError` if it is not installed."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            f"{config.dataset!r} needs the package datasets, which is not installed",
+            fix="pip install datasets, or give files with data.path",
+        ) from error
+    return datasets
+
+
+def _open_dataset(config: DataConfig) -> Any:
+    datasets = import_datasets(config)
+    name = str(config.dataset)
+    try:
+        if any((Path(name) / marker).exists() for marker in ("state.json", "dataset_dict.json")):
+            saved = datasets.load_from_disk(name)
+            return saved[config.split] if isinstance(saved, dict) else saved
+        return datasets.load_dataset(name, config.subset, split=config.split)
+    except (KeyError, OSError, ValueError) as error:
+        raise LoadError(
+            f"datasets cannot open {config.split!r} of {name!r}", at="data.dataset", why=str(error)
+        ) from error
+
+
+def load_tokenizer(config: TrainConfig) -> Any:
+    """The run's tokenizer. Raises `LoadError` if transformers cannot load it."""
+    return read_tokenizer(str(config.model.tokenizer or config.model.path), option="model.tokenizer")
+
+
+def read_tokenizer(place: str, *, option: str) -> Any:
+    """The tokenizer of the directory or hub id in `option`. Raises `LoadError` if it cannot be loaded."""
+    locate_source(place)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place)
+        special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+        if len(tokenizer.get_vocab().keys() - special) < 2:  # transformers invents one where there are no files
+            raise ValueError("there are no tokenizer files, so its vocabulary has special tokens only")
+        return tokenizer
+    except Exception as error:  # a damaged file raises errors of many kinds
+        raise LoadError(
+            f"cannot load a tokenizer from {place!r}",
+            why=one_line(error),
+            fix=f"set {option} to a directory or hub id with tokenizer files",
+        ) from error
+
+
+def build_encoder(tokenizer: Any) -> Encoder:
+    """The `Encoder` of `tokenizer`. Raises `ConfigError` if the tokenizer has no end token."""
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            "the tokenizer has no end-of-sequence token",
+            why="it separates the documents that share a row",
+            fix='set one and save it: tokenizer.eos_token = "</s>"; tokenizer.save_pretrained(...)',
+        )
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        # verbose: it would warn of texts longer than the model's context, which are cut into rows later.
+        encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    fingerprint = digest(f"{type(tokenizer).__name__} {rules}")
+    return Encoder(encode=encode, separator=int(tokenizer.eos_token_id), fingerprint=fingerprint)

@@ -13,18 +13,31 @@ from typing import Any
 
 import torch
 
-from shardwise.cli.adapters import export_mode
 from shardwise.cli.config_file import Problems
-from shardwise.cli.sources import import_datasets
+from shardwise.cli.data import import_datasets
 from shardwise.data.config import held_out, patterns_of
 from shardwise.data.corpus import find_files
-from shardwise.errors import ConfigError, LoadError, did_you_mean
+from shardwise.errors import ConfigError, LoadError, did_you_mean, one_line
+from shardwise.lora.library import peft
 from shardwise.plan.options import Compile
 from shardwise.train.run_config import CompilationConfig, Problem, TrainConfig
 from shardwise.weights.staging import is_url
 from shardwise.weights.write import check_target
 
-__all__ = ["check_inputs", "check_outputs", "check_place", "compilation_of", "find_optimizer", "read_data_state"]
+__all__ = [
+    "adapter_of",
+    "check_adapter",
+    "check_inputs",
+    "check_outputs",
+    "check_place",
+    "compilation_of",
+    "export_mode",
+    "find_optimizer",
+    "read_data_state",
+]
+
+_OWN_KEYS = ("path", "export")
+_EXPORTS = ("only", "with_base", "merged")
 
 
 def check_inputs(config: TrainConfig) -> list[Problem]:
@@ -146,3 +159,43 @@ def _check_model_config(settings: dict[str, Any]) -> list[Problem]:
         for key in settings
         if key not in known
     ]
+
+
+def adapter_of(config: TrainConfig) -> Any:
+    """The `adapter` argument of `load`: a PEFT config, or the path of an adapter; None without an adapter.
+
+    Raises:
+        ConfigError: PEFT is not installed, or refuses the keys.
+    """
+    settings = config.adapter
+    if settings is None:
+        return None
+    if "path" in settings:
+        return settings["path"]
+    values = {key: value for key, value in settings.items() if key not in _OWN_KEYS}
+    try:
+        return peft().LoraConfig(**{"task_type": "CAUSAL_LM", **values})
+    except (TypeError, ValueError) as error:
+        raise ConfigError("peft.LoraConfig refuses these keys", why=one_line(error)) from error
+
+
+def export_mode(config: TrainConfig) -> str | None:
+    """The `adapter=` argument of `export_pretrained` for a model with an adapter; None for a model without one."""
+    return None if config.adapter is None else config.adapter.get("export", "only")
+
+
+def check_adapter(config: TrainConfig) -> list[Problem]:
+    """Problems of `adapter` that PEFT does not find when the model is built."""
+    settings, mode, problems = config.adapter or {}, export_mode(config), []
+    if mode is not None and mode not in _EXPORTS:
+        what = f"is {mode!r}, must be one of {', '.join(_EXPORTS)}{did_you_mean(str(mode), _EXPORTS)}"
+        problems.append(Problem("adapter.export", what))
+    elif "export" in settings and config.export is None:
+        problems.append(Problem("adapter.export", f"is {mode}, but nothing is exported", "set export to a directory"))
+    if "path" in settings:
+        problems += [
+            Problem(f"adapter.{key}", "is set by the adapter at adapter.path", "remove it")
+            for key in settings
+            if key not in _OWN_KEYS
+        ]
+    return problems

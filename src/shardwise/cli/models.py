@@ -13,11 +13,9 @@ from shardwise.api.building import load_by_spec
 from shardwise.api.rehearsal import Rehearsal
 from shardwise.checkpoint.export import export_bytes
 from shardwise.checkpoint.reader import StoredParts
-from shardwise.cli.adapters import adapter_of
 from shardwise.cli.config_file import Problems, config_error
-from shardwise.cli.data import check_records
-from shardwise.cli.inputs import check_place, compilation_of, find_optimizer
-from shardwise.cli.tokenizer import build_encoder, load_tokenizer
+from shardwise.cli.data import build_encoder, check_records, load_tokenizer
+from shardwise.cli.inputs import adapter_of, check_place, compilation_of, find_optimizer
 from shardwise.data.config import DataConfig, held_out, rows_of
 from shardwise.data.rows import DocumentMasking
 from shardwise.errors import ConfigError, ShardwiseError, UnsupportedError, did_you_mean, one_line

@@ -41,14 +41,13 @@ __all__ = ["RunCheckpoints", "SavedRun", "check_saved", "describe_run", "find_sa
 _VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 
 
-def describe_run(
-    config: TrainConfig, model_config: Any, batches: PackedBatches, *, adapter: Mapping[str, Any]
-) -> dict[str, Any]:
+def describe_run(config: TrainConfig, model_config: Any, batches: PackedBatches) -> dict[str, Any]:
     """The settings of model, data, optimizer and adapter that must not change when a run resumes, as JSON."""
     model = {key: value for key, value in model_config.to_dict().items() if key not in _VOLATILE}
     optimizer = {
         key: value for key, value in vars(config.optimizer).items() if key not in ("schedule", "max_grad_norm")
     }
+    adapter = {key: value for key, value in (config.adapter or {}).items() if key != "export"}
     settings = {
         "model": model,
         "optimizer": {**optimizer, "schedule": vars(config.optimizer.schedule)},

@@ -19,10 +19,8 @@ from shardwise.cli.launch import (
     record_failures,
 )
 from shardwise.errors import ConfigError
-from shardwise.job.gpu_defaults import set_gpu_defaults
-from shardwise.job.slurm import read_slurm_environment
-from shardwise.topology.machines import describe_crossing
-from shardwise.topology.shape import MeshShape
+from shardwise.job.environment import read_slurm_environment, set_gpu_defaults
+from shardwise.topology.shape import MeshShape, describe_crossing
 from shardwise.train.run_config import TrainConfig
 
 __all__ = ["HELP", "add_arguments", "run"]

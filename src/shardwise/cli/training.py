@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,18 +14,16 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
+from torch import Tensor
 
 from shardwise.api.state import export_pretrained
 from shardwise.checkpoint.export import export_bytes
-from shardwise.cli.adapters import describe_adapter, export_mode
 from shardwise.cli.config_file import config_error, dump_config
-from shardwise.cli.data import prepare_rows
-from shardwise.cli.inputs import check_outputs, check_place, read_data_state
+from shardwise.cli.data import load_tokenizer, prepare_rows
+from shardwise.cli.inputs import check_outputs, check_place, export_mode, read_data_state
 from shardwise.cli.logs import JsonlLog, Screen, TensorBoardLog
 from shardwise.cli.models import build_model, find_run_apart, make_optimizer, read_model_config, spec_of
 from shardwise.cli.run_checkpoints import RunCheckpoints, describe_run, find_saved_run
-from shardwise.cli.timelines import with_timeline
-from shardwise.cli.tokenizer import load_tokenizer
 from shardwise.comm.agree import gather_from_all, raise_on_all_ranks
 from shardwise.data.ahead import PrefetchLoader
 from shardwise.data.config import DataConfig, held_out
@@ -34,12 +33,15 @@ from shardwise.errors import LoadError, ShardwiseError, counted
 from shardwise.mesh import Mesh
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.parameters.registry import find_parameters, local_part, registry_of
+from shardwise.pipeline.runner import runner_of
 from shardwise.plan.options import ParallelSpec
 from shardwise.runtime.adapters import find_model
+from shardwise.schedule.drawing import draw_svg
+from shardwise.schedule.timeline import chrome_trace
 from shardwise.train.evaluate import build_evaluation, evaluation_batches
 from shardwise.train.loop import Reporter, StepRecord, TrainingComponents, run_loop
-from shardwise.train.run_config import TrainConfig
-from shardwise.train.step import TrainStep
+from shardwise.train.run_config import LogConfig, TrainConfig
+from shardwise.train.step import StepResult, TrainStep
 from shardwise.weights.staging import atomic_file
 
 __all__ = ["train"]
@@ -56,7 +58,7 @@ def train(config: TrainConfig) -> StepRecord | None:
     with opened as mesh, ExitStack() as open_logs:
         run = _read(config, mesh)
         batches = run.open_batches()
-        settings = describe_run(config, run.model_config, batches, adapter=describe_adapter(config))
+        settings = describe_run(config, run.model_config, batches)
         saved = find_saved_run(config.checkpoint, mesh, settings, run.console)
         model = build_model(
             config,
@@ -161,7 +163,7 @@ class _Run:
         skips = config.precision.nonfinite == "skip" or config.precision.compute == "float16"
         step = TrainStep(model, mesh, num_microbatches=config.num_microbatches)
         return TrainingComponents(
-            step=with_timeline(step, config.log, self.console, num_done=num_done),
+            step=_with_timeline(step, config.log, self.console, num_done=num_done),
             clip=functools.partial(clip_grad_norm_, model),
             optimizer=optimizer,
             batches=batches,
@@ -262,3 +264,33 @@ def _read(config: TrainConfig, mesh: Mesh) -> _Run:
         model_config=read_model_config(config, tokenizer),
         spec=spec_of(config, mesh.device),
     )
+
+
+def _with_timeline(
+    step: TrainStep, log: LogConfig, console: Console, *, num_done: int
+) -> Callable[[Mapping[str, Tensor]], StepResult]:
+    """Wraps `step` so that step `log.timeline` is measured, and rank 0 draws its timeline.
+
+    Args:
+        num_done: number of steps that are already done.
+
+    Communicates: in that step, a gather of the times over pp.
+    """
+    runner = runner_of(step.model)
+    if log.timeline is None or runner is None:
+        return step
+    left = log.timeline - num_done
+
+    def timed(batch: Mapping[str, Any]) -> StepResult:
+        nonlocal left
+        left -= 1
+        runner.times_next = left == 0
+        result = step(batch)
+        if left == 0 and (measured := runner.timeline()) is not None and step.mesh.rank == 0:
+            directory, name = Path(log.dir), f"step {log.timeline}"
+            (directory / "timeline.svg").write_text(draw_svg(measured), encoding="utf-8")
+            (directory / "timeline.json").write_text(chrome_trace({name: measured}), encoding="utf-8")
+            console.print(f"in {name} ranks waited {measured.bubble:.1%} of the time ({directory / 'timeline.svg'})")
+        return result
+
+    return timed

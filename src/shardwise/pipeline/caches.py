@@ -21,7 +21,7 @@ from transformers import Cache, StaticCache
 
 from shardwise.errors import UnsupportedError
 from shardwise.stages.absent import Absent
-from shardwise.stages.cache_copies import cache_parts, copy_cache
+from shardwise.stages.model import cache_parts, copy_cache
 
 __all__ = ["StageCaches", "check_caches"]
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import Cache
+from transformers.modeling_outputs import BaseModelOutput
 
 from shardwise.comm.operations import all_reduce_
 from shardwise.data.batch import TargetWeights, count_targets, find_uneven_targets, split_rows, target_names
@@ -31,7 +31,6 @@ from shardwise.loss.label_use import may_divide
 from shardwise.optim.gradients import gradients_of
 from shardwise.parameters.registry import Registry, registry_of
 from shardwise.pipeline.caches import StageCaches, check_caches
-from shardwise.pipeline.encoder import apply_pipelined_encoder
 from shardwise.pipeline.outputs import asked_outputs, broadcast_output, check_asked_outputs, merge_outputs
 from shardwise.pipeline.release import emit_stashed_grads, refuse_gradient, stashed_grads
 from shardwise.pipeline.runner import PipelineRunner, attach_runner, runner_of
@@ -41,6 +40,7 @@ from shardwise.runtime.modes import is_checkpointed, refuse_compiled
 from shardwise.runtime.outputs import map_fields
 from shardwise.runtime.positions import cache_of, leave_out_cache
 from shardwise.runtime.same_batch import agree_over_data, check_same_batch
+from shardwise.stages.model import Stages
 from shardwise.topology.axes import SAME_ROWS_AXES
 
 __all__ = ["apply_pipeline", "named_call"]
@@ -62,7 +62,8 @@ def apply_pipeline(model: nn.Module, registry: Registry) -> None:
     runner.asked_outputs = asked_outputs(model, {})
     attach_runner(model, runner)
     apply_mixin(model, Pipelined)
-    apply_pipelined_encoder(model, registry.stages)
+    if registry.stages.encoder:
+        apply_mixin(model.get_submodule(registry.stages.encoder), PipelinedEncoder)
 
 
 class Pipelined:
@@ -100,6 +101,36 @@ class Pipelined:
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Raises UnsupportedError: a stage ends inside of the model's forward, so there is no whole graph."""
         refuse_compiled(f"a {type(self).__name__} in stages", why="a stage ends inside of the model's forward")
+
+
+class PipelinedEncoder:
+    """Mixin: a direct call runs the whole pipeline, with a decoder input of one token, and returns the encoder's
+    output.
+
+    Later forwards with that output skip the encoder's layers.
+    """
+
+    _stages: Stages
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Like the encoder's own call; every rank of the pipeline must make it.
+
+        Returns:
+            The last hidden states, on every rank.
+
+        Communicates: what a forward of the model does.
+        """
+        if self._stages.current is not None:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        model, own = self._stages.model, inspect.signature(self.forward).parameters  # type: ignore[attr-defined]
+        given = {**dict(zip(own, args, strict=False)), **kwargs}
+        taken = inspect.signature(model.forward).parameters
+        given = {name: value for name, value in given.items() if name in taken and name != "return_dict"}
+        inputs: Tensor = next(value for value in given.values() if isinstance(value, Tensor))
+        start = getattr(model.config, "decoder_start_token_id", None) or 0
+        first = torch.full((inputs.shape[0], 1), start, device=inputs.device)
+        output = model(**given, decoder_input_ids=first, use_cache=False)
+        return BaseModelOutput(last_hidden_state=output.encoder_last_hidden_state)
 
 
 class _Forward:
@@ -216,15 +247,14 @@ class _Forward:
 
     def _train(self, rows_of_all: tuple[int, ...]) -> Any:
         batch, weights = self._microbatches(rows_of_all)
-        parts = [
-            {name: _detached_leaf(value) for name, value in batch.arguments(number).items()}
-            for number in range(len(batch))
-        ]
+        given = [name for name, value in self.arguments.items() if isinstance(value, Tensor) and value.requires_grad]
+        parts = [dict(batch.arguments(number)) for number in range(len(batch))]
+        for part in parts:
+            part |= {name: part[name].detach().clone().requires_grad_() for name in given}
         count = len(parts)
         schedule = self.runner.fitting(count)
         gradients = gradients_of(self.model)
         scale = gradients.loss_scale.factor if gradients.loss_scale is not None else 1.0
-        leaves = _leaves(parts)
         factors = [weight * scale * gradients.share for weight in weights]
         losses = [functools.partial(_loss_of, factor=factor) for factor in factors]
         microbatches = [Microbatch(*each) for each in zip(parts, losses, strict=True)]
@@ -233,16 +263,19 @@ class _Forward:
         outputs = [_detached(done.outputs[number]) for number in range(count)] if self.runner.is_last else []
         output = merge_outputs(outputs, weights) if outputs else None
         output = self._hand_out(output, later=self.model.training)
-        by_input = self._input_gradients(leaves)
-        if not by_input and not self.runner.trains:  # as of any model of which nothing is trained
+        for name in given:
+            full = torch.cat(
+                [torch.zeros_like(x) if x.grad is None else x.grad for x in (part[name] for part in parts)]
+            )
+            all_reduce_(full, self.runner.group)
+            kept.append((self.arguments[name], full))
+        if not given and not self.runner.trains:  # as of any model of which nothing is trained
             output["loss"] = output.loss.detach()
             return output
         output["loss"] = emit_stashed_grads(
             output.loss,
             self.model,
             kept,
-            inputs=[self.arguments[name] for name in by_input],
-            input_gradients=list(by_input.values()),
             factor=1 / scale,
         )
         return output
@@ -270,18 +303,6 @@ class _Forward:
         batch = TargetWeights(parts, counts, sum(counts))
         return batch, [float(batch.weight(number)) for number in range(len(batch))]
 
-    def _input_gradients(self, leaves: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-        """Gradients of the arguments that require one, the same on every rank.
-
-        Communicates: over pp, one all-reduce for each.
-        """
-        found = {}
-        for name, parts in leaves.items():
-            full = torch.cat([torch.zeros_like(x) if x.grad is None else x.grad for x in parts])
-            all_reduce_(full, self.runner.group)
-            found[name] = full
-        return found
-
 
 def named_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments of a call by name."""
@@ -294,21 +315,10 @@ def named_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str,
     return found
 
 
-def _detached_leaf(value: Any) -> Any:
-    needs = isinstance(value, Tensor) and value.requires_grad
-    return value.detach().clone().requires_grad_() if needs else value
-
-
 def _loss_of(output: Any, *, factor: float | Tensor) -> Tensor:
     """The scalar on which the backward of a microbatch is called."""
     loss: Tensor = output.loss
     return loss if not isinstance(factor, Tensor) and factor == 1.0 else loss * factor
-
-
-def _leaves(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[Tensor]]:
-    """Arguments that require a gradient: for each, its part of every microbatch."""
-    names = [name for name, value in parts[0].items() if isinstance(value, Tensor) and value.requires_grad]
-    return {name: [part[name] for part in parts] for name in names}
 
 
 def _detached(output: Any) -> Any:

@@ -285,13 +285,7 @@ def merge_outputs(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
     if not first.ndim:
         return sum(value.detach() * weight for value, weight in zip(outputs, weights, strict=True))
     if isinstance(first, DTensor):
-        return _stacked(outputs)
+        local = torch.cat([part.to_local().detach() for part in outputs])
+        shape = (sum(part.shape[0] for part in outputs), *first.shape[1:])
+        return as_dtensor(local, first.device_mesh, first.placements, shape)
     return torch.cat([value.detach() for value in outputs])
-
-
-def _stacked(parts: Sequence[DTensor]) -> Tensor:
-    """Concatenates split logits."""
-    first = parts[0]
-    local = torch.cat([part.to_local().detach() for part in parts])
-    shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
-    return as_dtensor(local, first.device_mesh, first.placements, shape)

@@ -24,7 +24,7 @@ from shardwise.parameters.registry import local_part
 
 __all__ = ["emit_stashed_grads", "refuse_gradient", "stashed_grads"]
 
-Kept = list[tuple[nn.Parameter, Tensor]]
+Kept = list[tuple[Tensor, Tensor]]
 
 
 @contextmanager
@@ -60,60 +60,48 @@ def _without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
             hooks.update(own)
 
 
-def emit_stashed_grads(
-    loss: Tensor,
-    model: nn.Module,
-    kept: Kept,
-    *,
-    inputs: Sequence[Tensor],
-    input_gradients: Sequence[Tensor],
-    factor: float | Tensor,
-) -> Tensor:
-    """Returns `loss` with a backward that gives parameters and inputs the stashed gradients, once.
+def emit_stashed_grads(loss: Tensor, model: nn.Module, kept: Kept, *, factor: float | Tensor) -> Tensor:
+    """`loss`, whose backward gives parameters and inputs the gradients that were kept, once.
 
     Args:
-        kept: gradients of parameters; emptied by backward.
-        inputs: tensors that the caller has passed to the model, with their gradients.
-        factor: factor of all gradients, besides the incoming gradient.
+        kept: what is given a gradient, with the gradient; it is emptied.
+        factor: what all gradients are multiplied by, beside the gradient that comes in.
     """
-    release = _Release(model, [gradient for _, gradient in kept], list(input_gradients), factor)
-    parameters = [parameter for parameter, _ in kept]
+    leaves, gradients = [leaf for leaf, _ in kept], [gradient for _, gradient in kept]
     kept.clear()
     # Something of this graph needs a gradient on every rank, also on one that trains nothing.
-    return _ReleaseGradients.apply(loss.detach(), release, torch.ones((), requires_grad=True), *inputs, *parameters)
-
-
-class _Release:
-    def __init__(self, model: nn.Module, kept: list[Tensor], inputs: list[Tensor], factor: float | Tensor) -> None:
-        self.model, self.kept, self.inputs, self.factor = model, kept, inputs, factor
-        self.is_done = False
-
-    def __call__(self, incoming: Tensor) -> list[Tensor]:
-        if self.is_done:
-            raise RuntimeError("the gradients of this forward have been added already: run another forward")
-        self.is_done = True
-        factor = incoming * self.factor
-        for gradient in self.kept:
-            own = local_part(gradient)
-            own.mul_(factor.to(own.device, own.dtype))
-        released = [gradient * factor for gradient in self.inputs] + self.kept
-        self.kept, self.inputs = [], []  # so that autograd need not copy them
-        gradients = gradients_of(self.model)
-        gradients.note_change()
-        Variable._execution_engine.queue_callback(gradients.complete)  # nothing is partial: it says whose they are
-        return released
+    anchor = torch.ones((), requires_grad=True)
+    return _ReleaseGradients.apply(loss.detach(), model, gradients, factor, anchor, *leaves)
 
 
 class _ReleaseGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, release: _Release, anchor: Tensor, *leaves: Tensor) -> Tensor:
-        ctx.release = release
+    def forward(
+        ctx: Any,
+        loss: Tensor,
+        model: nn.Module,
+        kept: list[Tensor],
+        factor: float | Tensor,
+        anchor: Tensor,
+        *leaves: Tensor,
+    ) -> Tensor:
+        ctx.model, ctx.kept, ctx.factor = model, kept, factor
         return loss.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return None, None, None, *ctx.release(gradient)
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Any, ...]:
+        if ctx.kept is None:
+            raise RuntimeError("the gradients of this forward have been added already: run another forward")
+        factor = incoming * ctx.factor
+        for gradient in ctx.kept:
+            own = local_part(gradient)
+            own.mul_(factor.to(own.device, own.dtype))
+        released, ctx.kept = ctx.kept, None  # so that autograd need not copy them
+        gradients = gradients_of(ctx.model)
+        gradients.note_change()
+        Variable._execution_engine.queue_callback(gradients.complete)  # nothing is partial: it says whose they are
+        return None, None, None, None, None, *released
 
 
 class _Refused(torch.autograd.Function):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,7 +144,6 @@ class PipelineRunner:
         *,
         has_backward: bool = True,
         keeps_outputs: bool = False,
-        is_timed: bool = False,
     ) -> ScheduleRun:
         """Runs all stages of this rank on all microbatches. Every rank of the pipeline calls it with the same ones.
 
@@ -168,14 +165,18 @@ class PipelineRunner:
             seed=seed,
             has_backward=has_backward,
             keeps_outputs=keeps_outputs,
-            is_timed=is_timed or self.times_next,
+            is_timed=self.times_next,
         )
         self.times_next = False
         for stage in stages:
             stage.round, stage.has_backward = current, has_backward
             stage.clear_runtime_states()
-        with self._ends_all_on_failure(), compared_already(context), torch.set_grad_enabled(has_backward):
-            runtime._step_microbatches(target_mbs=[None] * len(parts), losses=None, return_outputs=False)
+        try:
+            with compared_already(context), torch.set_grad_enabled(has_backward):
+                runtime._step_microbatches(target_mbs=[None] * len(parts), losses=None, return_outputs=False)
+        except BaseException as error:  # the ranks that wait for this one fail too, and none goes on with half a step
+            self._p2p.abort(f"{type(error).__name__}: {error}".splitlines()[0])
+            raise
         for stage in stages:
             stage.clear_runtime_states()
             stage.round = ScheduleRun(parts=())
@@ -222,28 +223,12 @@ class PipelineRunner:
                 fix="start the job again",
             )
 
-    @contextmanager
-    def _ends_all_on_failure(self) -> Iterator[None]:
-        """Context manager: if a stage raises, the ranks that wait for it fail too, and no rank continues with half a
-        step.
-        """
-        with _quiet_runtime():
-            try:
-                yield
-            except BaseException as error:
-                self._p2p.abort(f"{type(error).__name__}: {error}".splitlines()[0])
-                raise
-
     def forget_stages(self) -> None:
         """Drops the stages of all schedules, which hold references to the group."""
         for _, stages in self._kept.values():
             for stage in stages:
                 stage.group = None
         self._kept.clear()
-
-    def kept_stages(self) -> list[PipelineStage]:
-        """The stages of all schedules that have run."""
-        return [stage for _, stages in self._kept.values() for stage in stages]
 
     def timeline(self) -> Timeline | None:
         """Timeline of the last timed run on all ranks; None if there was none.
@@ -256,18 +241,6 @@ class PipelineRunner:
         start = min(span.start for row in rows for span in row)  # ranks of one machine share a clock
         moved = (tuple(Span(each.action, each.start - start, each.end - start) for each in row) for row in rows)
         return Timeline(self.last_schedule, tuple(moved))
-
-
-@contextmanager
-def _quiet_runtime() -> Iterator[None]:
-    """Context manager: silences torch's log of a whole schedule after a failed stage."""
-    logger = torch_schedules.logger
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def runner_of(model: nn.Module) -> PipelineRunner | None:

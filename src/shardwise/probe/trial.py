@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.simulated import SimulatedGroup, run_ranks
 from shardwise.errors import ShardwiseError, UnsupportedError, one_line
+from shardwise.mesh import Blocks, Mesh
 from shardwise.optim.gradients import track_gradients
 from shardwise.parallel.apply import apply_plan
 from shardwise.parallel.decide import decide_split
@@ -27,10 +28,9 @@ from shardwise.plan.spec import Plan
 from shardwise.proof.draws import RecordRandom, ReplayRandom
 from shardwise.tiny.objective import clone_batch, loss_or_surrogate
 from shardwise.tiny.random import fork_all_rng, training_copy
-from shardwise.tiny.simulate import SimulatedMesh
 from shardwise.topology.shape import MeshShape
 
-__all__ = ["Trial", "Verdict", "reraise_as", "verdict_of_exception"]
+__all__ = ["SimulatedMesh", "Trial", "Verdict", "reraise_as", "verdict_of_exception"]
 
 _LOSS = 1e-4
 _GRADIENT = 1e-3
@@ -54,6 +54,19 @@ class Verdict:
     module: str = ""
     lacks_stack: bool = False
     num_collectives: int = 0
+
+
+class SimulatedMesh(Mesh):
+    """One simulated rank of a tensor-parallel layout on the CPU. It has no `DeviceMesh`, so logits are gathered."""
+
+    def __init__(self, group: SimulatedGroup) -> None:
+        shape = MeshShape(tp_size=group.size())
+        super().__init__(shape, rank=group.rank(), device=torch.device("cpu"), groups={("tp",): group})
+        self._group = group
+
+    def subgroup(self, axis: str, blocks: Blocks) -> SimulatedGroup | None:
+        """This rank's simulated group of its block."""
+        return self._group.subgroup(blocks)
 
 
 class Trial:

@@ -1,9 +1,6 @@
 """Timing of a schedule's actions, simulated from costs or measured; also as a Chrome trace."""
 
-import itertools
 import json
-import statistics
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -51,15 +48,6 @@ class Timeline:
     def bubble(self) -> float:
         """Share of the ranks' time that they wait, from 0 to 1."""
         return 1 - sum(span.length for row in self.spans for span in row) / (len(self.spans) * self.duration)
-
-    def computed(self) -> "Timeline":
-        """The timeline with the mean duration per stage and kind, and no time for sending."""
-        lengths = defaultdict(list)
-        for span in itertools.chain.from_iterable(self.spans):
-            lengths[span.action.stage, span.action.kind].append(span.length)
-        means = {key: statistics.fmean(each) for key, each in lengths.items()}
-        actions = itertools.chain.from_iterable(self.schedule.actions)
-        return timeline(self.schedule, {action: means[action.stage, action.kind] for action in actions})
 
 
 def chrome_trace(timelines: Mapping[str, Timeline]) -> str:

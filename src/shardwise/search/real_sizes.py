@@ -24,14 +24,13 @@ from shardwise.parallel.fake import FakeTensorCorrections, fake_tensors, materia
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.spec import Plan
-from shardwise.probe.trial import Verdict, verdict_of_exception
+from shardwise.probe.trial import SimulatedMesh, Verdict, verdict_of_exception
 from shardwise.probe.tried_model import smallest_with_all_layer_kinds
 from shardwise.search.generalize import generalize
 from shardwise.sharding.placement import Split
 from shardwise.tiny.models import make_batch
 from shardwise.tiny.objective import loss_or_surrogate
 from shardwise.tiny.shrink import keep_layers
-from shardwise.tiny.simulate import SimulatedMesh
 from shardwise.topology.shape import MeshShape
 
 __all__ = ["RealSizes"]

@@ -5,6 +5,7 @@ See [Note: a stage's forward].
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,16 +22,23 @@ from shardwise.runtime.arguments import Change
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.modes import is_in_backward
 from shardwise.stages.absent import Absent, present
-from shardwise.stages.cache_copies import copy_cache
 from shardwise.stages.run import ComputeRun, MeasureRun, Module, Outgoing, Own, StageRun, StageTensor
-
-Lengths = tuple[int, ...]
-"""Sizes of a forward's arguments that grow by one with every token that is generated."""
 
 Cuts = list[tuple[StageTensor, ...]]
 """What comes into each stage, and at the end nothing."""
 
-__all__ = ["LayerContainer", "MayHaveNoParameters", "StageAwareCall", "StageTensor", "StagedModel", "Stages"]
+_MAX_SHAPES = 256  # of arguments, whose cuts are kept
+
+__all__ = [
+    "LayerContainer",
+    "MayHaveNoParameters",
+    "StageAwareCall",
+    "StageTensor",
+    "StagedModel",
+    "Stages",
+    "cache_parts",
+    "copy_cache",
+]
 
 
 class StagedModel:
@@ -133,16 +141,12 @@ class Stages:
     split: dict[int, str] = field(default_factory=dict)
     independent: set[str] = field(default_factory=set)
     current: StageRun | None = None
-    _shapes: dict[Any, dict[Lengths, Cuts]] = field(default_factory=dict)
+    _shapes: dict[Any, Cuts] = field(default_factory=dict)
 
     def shapes(
         self, stage: int, arguments: Mapping[str, Any]
     ) -> tuple[tuple[StageTensor, ...], tuple[StageTensor, ...]]:
         """Tensors that enter and leave a stage in a forward with these arguments; cached by shapes.
-
-        # [Note: lengths that grow]
-        With every token that `generate()` writes, masks and caches grow by one. Tensors at a cut keep their shape, or
-        grow by one too (a bias of positions). So forwards at two lengths determine the shapes at all lengths.
 
         Communicates: nothing.
         """
@@ -151,23 +155,20 @@ class Stages:
 
     def _cuts(self, arguments: Mapping[str, Any]) -> Cuts:
         """Tensors that enter each stage; the last entry is empty."""
-        lengths: list[int] = []
-        key = self.model.training, _autocast(), _key(arguments, lengths)
+        key = self.model.training, _autocast(), _key(arguments)
         if self.plan.order.is_chain and not self.plan.order.cut_tensors:
             self._see_cuts(arguments)
-        measured, at = self._shapes.setdefault(key, {}), tuple(lengths)
-        if at in measured:
-            return measured[at]
-        cuts = _extrapolate(measured, at)
-        if cuts is None:
+        if key not in self._shapes:
             run = MeasureRun(self, skipped=self.num_skipped(arguments))
             given = {
                 name: copy_cache(value) if isinstance(value, Cache) else value for name, value in arguments.items()
             }
             with torch.no_grad():
                 self._run(run, given)
-            cuts = measured[at] = [(), *run.seen, ()]
-        return cuts
+            if len(self._shapes) == _MAX_SHAPES:
+                self._shapes.clear()
+            self._shapes[key] = [(), *run.seen, ()]
+        return self._shapes[key]
 
     def _see_cuts(self, arguments: Mapping[str, Any]) -> None:
         """Finds the cut tensors of a chain that has not run yet: the inputs of its layers."""
@@ -247,52 +248,15 @@ def _autocast() -> Any:
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
-def _key(value: Any, lengths: list[int], name: str = "") -> Any:
-    """Cache key of an argument: everything on which shapes depend.
-
-    Adds the sizes that grow in generation to `lengths`.
-    """
+def _key(value: Any) -> Any:
+    """What shapes depend on of an argument."""
     if isinstance(value, Tensor):
-        if name.endswith("attention_mask"):
-            lengths.append(value.shape[-1])
-            return tuple(value.shape[:-1]), value.dtype
         return tuple(value.shape), value.dtype
     if isinstance(value, Cache):
-        lengths.append(value.get_seq_length() if isinstance(value, EncoderDecoderCache) else 0)
-        return repr(value)
+        return repr(value), int(value.get_seq_length())
     if isinstance(value, Mapping):
-        return tuple((name, _key(each, lengths, str(name))) for name, each in value.items())
-    return tuple(_key(each, lengths) for each in value) if isinstance(value, list | tuple) else repr(value)
-
-
-def _extrapolate(measured: Mapping[Lengths, Cuts], lengths: Lengths) -> Cuts | None:
-    """Cut tensors at other lengths than the measured ones; None if they do not determine them (see [Note: lengths that
-    grow]).
-    """
-    if len(measured) < 2:
-        return None
-    (first, one), (second, other) = list(measured.items())[:2]
-    steps = {(b - a, c - a) for a, b, c in zip(first, second, lengths, strict=True)} - {(0, 0)}
-    if len(steps) != 1 or 0 in (step := steps.pop()):
-        return None
-    try:
-        return [
-            tuple(_grown(*pair, *step) for pair in zip(*cuts, strict=True)) for cuts in zip(one, other, strict=True)
-        ]
-    except ValueError:
-        return None
-
-
-def _grown(old: StageTensor, new: StageTensor, by: int, to: int) -> StageTensor:
-    """Extends `old` by `to` in the dims in which `new` is longer by `by`.
-
-    Raises:
-        ValueError: they differ in anything else.
-    """
-    grown = [b - a for a, b in zip(old.shape, new.shape, strict=True)]
-    if replace(new, shape=old.shape) != old or not {0, by}.issuperset(grown):
-        raise ValueError
-    return replace(old, shape=tuple(size + to * bool(each) for size, each in zip(old.shape, grown, strict=True)))
+        return tuple((name, _key(each)) for name, each in value.items())
+    return tuple(map(_key, value)) if isinstance(value, list | tuple) else repr(value)
 
 
 def _check_sent(values: Sequence[Tensor], expected: Sequence[StageTensor], layer: str) -> None:
@@ -310,3 +274,21 @@ def _first_parameter(model: nn.Module) -> Tensor:
     values = (value for module in model.modules() for value in (*module._parameters.values(), *vars(module).values()))
     found = (value for value in values if isinstance(value, nn.Parameter | Absent) and value.is_floating_point())
     return next(found)
+
+
+def cache_parts(cache: Cache) -> tuple[Any, ...]:
+    """The caches that have layers: `cache` itself, or its self-attention and cross-attention caches."""
+    if isinstance(cache, EncoderDecoderCache):
+        return cache.self_attention_cache, cache.cross_attention_cache
+    return (cache,)
+
+
+def copy_cache(cache: Cache) -> Any:
+    """Copy that shares no layer with `cache`. It may share tensors, which dynamic layers never write to."""
+    copied: Any = copy.copy(cache)
+    if isinstance(cache, EncoderDecoderCache):
+        copied.self_attention_cache, copied.cross_attention_cache = map(copy_cache, cache_parts(cache))
+        copied.is_updated = dict(cache.is_updated)
+    else:
+        copied.layers = [copy.copy(layer) for layer in cache.layers]
+    return copied

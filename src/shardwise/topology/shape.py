@@ -4,12 +4,12 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from shardwise.errors import MeshError, counted, did_you_mean
 from shardwise.topology.axes import AXES, DATA_AXES, SIZE_NAMES, check_axis
 
-__all__ = ["MeshShape"]
+__all__ = ["MeshShape", "describe_crossing"]
 
 _ENTRY = re.compile(r"([A-Za-z_]+)(-?[0-9]+)")
 _EXAMPLE = 'write axis names and sizes, outermost first, such as "pp2.fsdp2.tp4"'
@@ -92,31 +92,19 @@ class MeshShape:
 
     @classmethod
     def filling(cls, world_size: int, *, tp_size: int = 1, pp_size: int = 1, shards: bool = False) -> "MeshShape":
-        """The shape of `world_size` ranks with these tp and pp sizes; the rest are data ranks.
-
-        Args:
-            shards: whether data ranks shard (`fsdp`) or replicate (`ddp`).
+        """The shape of so many ranks, of which those that tp and pp leave shard (`fsdp`) or replicate (`ddp`).
 
         Raises:
             MeshError: a size is no positive integer, or tp and pp do not divide the ranks.
         """
-        sizes = {"tp_size": tp_size, "pp_size": pp_size}
-        wrong = [f"{name} is {size!r}" for name, size in sizes.items() if type(size) is not int or size < 1]
-        if wrong:
-            raise MeshError("; ".join(wrong), fix="use integers of at least 1")
-        asked = tp_size * pp_size
-        if world_size % asked:
+        split = cls(tp_size=tp_size, pp_size=pp_size)
+        data_size, left = divmod(world_size, split.world_size)
+        if left or not data_size:
             raise MeshError(
-                f"tp_size {tp_size} x pp_size {pp_size} = {asked} does not divide {counted(world_size, 'rank')}",
-                fix=f"use sizes whose product divides {world_size}, or start a multiple of {asked} ranks",
+                f"tp_size {tp_size} x pp_size {pp_size} does not divide {counted(world_size, 'rank')}",
+                fix=f"use sizes whose product divides {world_size}, or start a multiple of {split.world_size} ranks",
             )
-        data_size = world_size // asked
-        return cls(
-            tp_size=tp_size,
-            pp_size=pp_size,
-            fsdp_size=data_size if shards else 1,
-            dp_replicate_size=1 if shards else data_size,
-        )
+        return replace(split, **{"fsdp_size" if shards else "dp_replicate_size": data_size})
 
     def __str__(self) -> str:
         return ".".join(f"{axis}{size}" for axis, size in self._sizes() if size > 1) or "tp1"
@@ -229,3 +217,19 @@ class MeshShape:
             why=f"{product} = {needed}" if product else "every size is 1",
             fix=", or ".join(fixes),
         )
+
+
+def describe_crossing(shape: MeshShape, ranks_per_machine: int) -> str | None:
+    """What is wrong with a layout whose groups along the innermost axis, which communicate in every layer, reach over
+    several machines; None where none does. Ranks are numbered machine by machine, as launchers do.
+    """
+    axis = AXES[-1]
+    for group in shape.groups(axis):
+        machines = {rank // ranks_per_machine for rank in group}
+        if len(machines) > 1:
+            fitting = math.gcd(len(group), ranks_per_machine)
+            return (
+                f"{axis}{len(group)} crosses machines of {ranks_per_machine} ranks: ranks {group[0]} to {group[-1]} "
+                f"communicate in every layer and stand on {len(machines)}; {axis}{fitting} and more fsdp stay in one"
+            )
+    return None

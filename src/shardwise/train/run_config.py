@@ -133,7 +133,7 @@ class LogConfig:
     """Also write TensorBoard events."""
     timeline: PositiveInt | None = None
     """A step whose pipeline is timed: when every stage ran is drawn in timeline.svg and kept in timeline.json (for
-    chrome://tracing or Perfetto), with how it would have run without waiting for messages in timeline_computed.svg."""
+    chrome://tracing or Perfetto)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,14 @@
-"""Slurm tasks as ranks: `srun -n 8 shardwise train run.yaml` is one job of eight ranks."""
+"""The environment of ranks: tasks of Slurm as ranks (`srun -n 8 shardwise train run.yaml`), and defaults on GPUs."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import MutableMapping
 
 from shardwise.errors import MeshError
 
-__all__ = ["read_slurm_environment"]
+__all__ = ["GPU_DEFAULTS", "read_slurm_environment", "set_gpu_defaults"]
 
 _FIRST_PORT, _NUM_PORTS = 12_000, 20_000
 """Below the ports that systems use for outgoing connections."""
@@ -57,3 +58,18 @@ def first_host(nodes: str) -> str:
     if first is None:
         raise ValueError(f"no host in {nodes!r}")
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
+
+
+GPU_DEFAULTS = {
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # less fragmentation by rows of many lengths
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # as torchrun does: ends a collective that hangs
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",  # for `torchfrtrace`
+    "TORCH_FR_BUFFER_SIZE": "2000",  # collectives in this flight recorder
+}
+
+
+def set_gpu_defaults(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Sets the variables that are not set. Call it before torch allocates anything; on CPUs they have no effect."""
+    for name, value in GPU_DEFAULTS.items():
+        if name != "PYTORCH_ALLOC_CONF" or "PYTORCH_CUDA_ALLOC_CONF" not in environment:  # its older name
+            environment.setdefault(name, value)
