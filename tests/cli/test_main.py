@@ -101,8 +101,8 @@ def test_the_doctor_finds_this_machine_well():
     run = subprocess.run([sys.executable, "-m", "shardwise", "doctor"], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "ok      2-rank all-reduce  sums over gloo: [3.0, 3.0]" in run.stdout
-    assert "torch" in run.stdout
-    assert "numpy" in run.stdout
+    assert "torch" in run.stdout and "hub cache" in run.stdout
+    assert "numpy" in run.stdout and "torch.compile" in run.stdout
 
 
 def test_the_doctor_names_what_is_broken(monkeypatch, capsys):

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
+import os
 import platform
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 from packaging.requirements import Requirement
 
@@ -16,14 +20,15 @@ __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = """\
 Check this machine: versions (installed, oldest supported, newest tested), the private names of torch that Shardwise
-uses, devices, communication backends, and an all-reduce between two CPU ranks. The exit code
-is 1 if something is broken.
+uses, devices, communication backends, threads, the hub cache, what torch.compile needs, and an all-reduce between two
+CPU ranks. The exit code is 1 if something is broken.
 
   shardwise doctor
 """
 
 OPTIONAL = {"datasets": "data.dataset", "tensorboard": "log.tensorboard", "peft": "adapters"}
 SECONDS_FOR_ALL_REDUCE = 120
+LOW_SPACE_BYTES = 5 * 2**30
 
 Finding = tuple[str, str, str]
 """`ok`, `note` or `broken`; what was checked; the result, and what to do."""
@@ -82,6 +87,7 @@ def _check_private_names() -> Iterator[Finding]:
 def _check_machine() -> Iterator[Finding]:
     import torch
     import torch.distributed as dist
+    from huggingface_hub import constants
 
     has_gpu = torch.cuda.is_available()
     for index in range(torch.cuda.device_count() if has_gpu else 0):
@@ -97,6 +103,27 @@ def _check_machine() -> Iterator[Finding]:
     for backend in ("gloo", "nccl") if has_gpu else ("gloo",):
         is_there = dist.is_available() and dist.is_backend_available(backend)
         yield ("ok", backend, "available") if is_there else ("broken", backend, "missing from this build of torch")
+
+    cores, asked = os.cpu_count() or 1, os.environ.get("OMP_NUM_THREADS", "")
+    origin = f"OMP_NUM_THREADS={asked}" if asked else "shardwise train divides the cores among its ranks"
+    yield "ok", "threads", f"{cores} cores, torch uses {torch.get_num_threads()} threads per process ({origin})"
+
+    cache = Path(constants.HF_HUB_CACHE)
+    existing = next(parent for parent in (cache, *cache.parents) if parent.exists())
+    free_bytes = shutil.disk_usage(existing).free
+    offline = ", offline (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else ""
+    text = f"{cache}, {free_bytes / 2**30:.0f} GiB free{offline}"
+    yield "note" if free_bytes < LOW_SPACE_BYTES else "ok", "hub cache", text
+
+    needs = (
+        ("triton and a C compiler", ("CC", "gcc", "clang"))
+        if has_gpu
+        else ("a C++ compiler", ("CXX", "g++", "clang++"))
+    )
+    has_compiler = os.environ.get(needs[1][0]) or any(map(shutil.which, needs[1][1:]))
+    has = has_compiler and (not has_gpu or importlib.util.find_spec("triton") is not None)
+    text = f"inductor needs {needs[0]}: {'found' if has else 'not found'}"
+    yield "ok" if has else "note", "torch.compile", text
 
 
 def _check_all_reduce() -> Iterator[Finding]:

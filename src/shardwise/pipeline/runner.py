@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,7 +174,7 @@ class PipelineRunner:
             stage.round, stage.has_backward = current, has_backward
             stage.clear_runtime_states()
         try:
-            with compared_already(context), torch.set_grad_enabled(has_backward):
+            with _quiet_runtime(), compared_already(context), torch.set_grad_enabled(has_backward):
                 runtime._step_microbatches(target_mbs=[None] * len(parts), losses=None, return_outputs=False)
         except BaseException as error:  # the ranks that wait for this one fail too, and none goes on with half a step
             self._p2p.abort(f"{type(error).__name__}: {error}".splitlines()[0])
@@ -241,6 +243,18 @@ class PipelineRunner:
         start = min(span.start for row in rows for span in row)  # ranks of one machine share a clock
         moved = (tuple(Span(each.action, each.start - start, each.end - start) for each in row) for row in rows)
         return Timeline(self.last_schedule, tuple(moved))
+
+
+@contextmanager
+def _quiet_runtime() -> Iterator[None]:
+    """Context manager: silences torch's log of a whole schedule after a failed stage."""
+    logger = torch_schedules.logger
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def runner_of(model: nn.Module) -> PipelineRunner | None:

@@ -24,10 +24,11 @@ from shardwise.runtime.modes import is_in_backward
 from shardwise.stages.absent import Absent, present
 from shardwise.stages.run import ComputeRun, MeasureRun, Module, Outgoing, Own, StageRun, StageTensor
 
+Lengths = tuple[int, ...]
+"""Sizes of a forward's arguments that grow by one with every token that is generated."""
+
 Cuts = list[tuple[StageTensor, ...]]
 """What comes into each stage, and at the end nothing."""
-
-_MAX_SHAPES = 256  # of arguments, whose cuts are kept
 
 __all__ = [
     "LayerContainer",
@@ -141,12 +142,16 @@ class Stages:
     split: dict[int, str] = field(default_factory=dict)
     independent: set[str] = field(default_factory=set)
     current: StageRun | None = None
-    _shapes: dict[Any, Cuts] = field(default_factory=dict)
+    _shapes: dict[Any, dict[Lengths, Cuts]] = field(default_factory=dict)
 
     def shapes(
         self, stage: int, arguments: Mapping[str, Any]
     ) -> tuple[tuple[StageTensor, ...], tuple[StageTensor, ...]]:
         """Tensors that enter and leave a stage in a forward with these arguments; cached by shapes.
+
+        # [Note: lengths that grow]
+        With every token that `generate()` writes, masks and caches grow by one. Tensors at a cut keep their shape, or
+        grow by one too (a bias of positions). So forwards at two lengths determine the shapes at all lengths.
 
         Communicates: nothing.
         """
@@ -155,20 +160,23 @@ class Stages:
 
     def _cuts(self, arguments: Mapping[str, Any]) -> Cuts:
         """Tensors that enter each stage; the last entry is empty."""
-        key = self.model.training, _autocast(), _key(arguments)
+        lengths: list[int] = []
+        key = self.model.training, _autocast(), _key(arguments, lengths)
         if self.plan.order.is_chain and not self.plan.order.cut_tensors:
             self._see_cuts(arguments)
-        if key not in self._shapes:
+        measured, at = self._shapes.setdefault(key, {}), tuple(lengths)
+        if at in measured:
+            return measured[at]
+        cuts = _extrapolate(measured, at)
+        if cuts is None:
             run = MeasureRun(self, skipped=self.num_skipped(arguments))
             given = {
                 name: copy_cache(value) if isinstance(value, Cache) else value for name, value in arguments.items()
             }
             with torch.no_grad():
                 self._run(run, given)
-            if len(self._shapes) == _MAX_SHAPES:
-                self._shapes.clear()
-            self._shapes[key] = [(), *run.seen, ()]
-        return self._shapes[key]
+            cuts = measured[at] = [(), *run.seen, ()]
+        return cuts
 
     def _see_cuts(self, arguments: Mapping[str, Any]) -> None:
         """Finds the cut tensors of a chain that has not run yet: the inputs of its layers."""
@@ -248,15 +256,52 @@ def _autocast() -> Any:
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
-def _key(value: Any) -> Any:
-    """What shapes depend on of an argument."""
+def _key(value: Any, lengths: list[int], name: str = "") -> Any:
+    """Cache key of an argument: everything on which shapes depend.
+
+    Adds the sizes that grow in generation to `lengths`.
+    """
     if isinstance(value, Tensor):
+        if name.endswith("attention_mask"):
+            lengths.append(value.shape[-1])
+            return tuple(value.shape[:-1]), value.dtype
         return tuple(value.shape), value.dtype
     if isinstance(value, Cache):
-        return repr(value), int(value.get_seq_length())
+        lengths.append(value.get_seq_length() if isinstance(value, EncoderDecoderCache) else 0)
+        return repr(value)
     if isinstance(value, Mapping):
-        return tuple((name, _key(each)) for name, each in value.items())
-    return tuple(map(_key, value)) if isinstance(value, list | tuple) else repr(value)
+        return tuple((name, _key(each, lengths, str(name))) for name, each in value.items())
+    return tuple(_key(each, lengths) for each in value) if isinstance(value, list | tuple) else repr(value)
+
+
+def _extrapolate(measured: Mapping[Lengths, Cuts], lengths: Lengths) -> Cuts | None:
+    """Cut tensors at other lengths than the measured ones; None if they do not determine them (see [Note: lengths that
+    grow]).
+    """
+    if len(measured) < 2:
+        return None
+    (first, one), (second, other) = list(measured.items())[:2]
+    steps = {(b - a, c - a) for a, b, c in zip(first, second, lengths, strict=True)} - {(0, 0)}
+    if len(steps) != 1 or 0 in (step := steps.pop()):
+        return None
+    try:
+        return [
+            tuple(_grown(*pair, *step) for pair in zip(*cuts, strict=True)) for cuts in zip(one, other, strict=True)
+        ]
+    except ValueError:
+        return None
+
+
+def _grown(old: StageTensor, new: StageTensor, by: int, to: int) -> StageTensor:
+    """Extends `old` by `to` in the dims in which `new` is longer by `by`.
+
+    Raises:
+        ValueError: they differ in anything else.
+    """
+    grown = [b - a for a, b in zip(old.shape, new.shape, strict=True)]
+    if replace(new, shape=old.shape) != old or not {0, by}.issuperset(grown):
+        raise ValueError
+    return replace(old, shape=tuple(size + to * bool(each) for size, each in zip(old.shape, grown, strict=True)))
 
 
 def _check_sent(values: Sequence[Tensor], expected: Sequence[StageTensor], layer: str) -> None:
