@@ -116,7 +116,7 @@ def test_a_misspelt_key_does_not_also_count_as_missing(tmp_path):
         ("steps=2026-13-45", "steps", "a valid integer, not '2026-13-45'"),
         ("2026-01-01=1", "2026-01-01", "unknown key"),
         ("batch_size=9", "batch_size", "use a multiple of 4"),
-        ("layout=tp1", "sequence_parallel", "needs tp_size of at least 2"),
+        ("layout=tp1", "sequence_parallel", "needs at least 2 tp ranks"),
         ("layout=cp2.tp2", "layout", "cp is not supported yet"),
         ("pipeline.schedule=1f1b2", "pipeline", "says how the pp axis works"),
         ("data.seq_length=1", "data.seq_length", "at least 2"),

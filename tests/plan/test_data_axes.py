@@ -53,7 +53,7 @@ RULES = Plan.of({"layers.*.up": "colwise", "layers.*.down": "rowwise"}) | Plan(
 
 def decided(layout: str, *, starts: tuple[int, ...] = (), rank_of: tuple[int, ...] = ()) -> SplitPlan:
     stages = PipelinePlan(order=ORDER, schedule="1f1b", starts=starts, rank_of=rank_of) if starts else None
-    return with_data_axes(resolve(RULES, FACTS, tp_size=2), FACTS, MeshShape.parse(layout), stages)
+    return with_data_axes(resolve(RULES, FACTS, num_parts=2), FACTS, MeshShape.parse(layout), stages)
 
 
 def test_without_a_pipeline_one_stage_holds_everything():

@@ -38,7 +38,7 @@ FACTS = ModelFacts(
 
 def test_a_resolved_plan_gives_every_whole_parameter_a_reason():
     plan = Plan((RegionRule("layers.0.moe", "region_output"),))
-    for planned in resolve(plan, FACTS, tp_size=2).parameters.values():
+    for planned in resolve(plan, FACTS, num_parts=2).parameters.values():
         assert planned.rule.reason, planned.fqn
         assert planned.rule.source == "facts"
         inside = planned.fqn.startswith("layers.0.moe")

@@ -43,7 +43,7 @@ def test_the_style_reads_and_prints():
 
 
 def test_the_target_is_named_from_the_module_that_holds_both():
-    plan = resolve(Plan.of({**RULES, "layers.*.attn.out": "rowwise_into(mlp.down)"}), FACTS, tp_size=2)
+    plan = resolve(Plan.of({**RULES, "layers.*.attn.out": "rowwise_into(mlp.down)"}), FACTS, num_parts=2)
     assert plan.fused_reductions == {"layers.0.attn.out": "layers.0.mlp.down"}
     assert plan.modules["layers.0.attn.out"] == "rowwise"
 
@@ -51,7 +51,7 @@ def test_the_target_is_named_from_the_module_that_holds_both():
 @pytest.mark.parametrize("target", ["mlp.nothing", "mlp.up", "attn.q"])
 def test_a_target_that_sums_nothing_is_an_error(target):
     with pytest.raises(PlanError, match="cannot be summed with"):
-        resolve(Plan.of({**RULES, "layers.*.attn.out": f"rowwise_into({target})"}), FACTS, tp_size=2)
+        resolve(Plan.of({**RULES, "layers.*.attn.out": f"rowwise_into({target})"}), FACTS, num_parts=2)
 
 
 def test_a_container_that_never_runs_is_no_region():
@@ -62,5 +62,5 @@ def test_a_container_that_never_runs_is_no_region():
         "block.down": LINEAR,
     }
     facts = ModelFacts(model_type="", modules=modules)
-    plan = resolve(Plan.of({"block.up": "colwise", "block.down": "rowwise"}), facts, tp_size=2)
+    plan = resolve(Plan.of({"block.up": "colwise", "block.down": "rowwise"}), facts, num_parts=2)
     assert [(region.fqn, region.edge) for region in plan.regions] == [("block.up", "open")]

@@ -51,7 +51,7 @@ def test_a_hybrid_without_attention_layers_is_split(model_type, limit, monkeypat
     vars(config)[field] = [kind] * len(getattr(config, field))
     model = build_meta_model(shrink_config(config), model_class(name), dtype=None, options={})
     monkeypatch.setattr(tried_model, "_SMALL_ENOUGH", limit)
-    resolved = resolve(derive_plan(model, Plan(()), num_parts=2), read_facts(model), tp_size=2).parameters
+    resolved = resolve(derive_plan(model, Plan(()), num_parts=2), read_facts(model), num_parts=2).parameters
     inside = [planned for fqn, planned in resolved.items() if ".layers.0." in fqn and len(planned.shape) > 1]
     assert any(isinstance(planned.placement, Split) for planned in inside)
 
@@ -61,7 +61,7 @@ def planned(model_type, name, *, tp_size, **fields):
     config = shrink_config(default_config(model_type))
     vars(config).update(fields)
     model = build_meta_model(config, model_class(name), dtype=None, options={})
-    return resolve(derive_plan(model, Plan(()), num_parts=tp_size), read_facts(model), tp_size=tp_size)
+    return resolve(derive_plan(model, Plan(()), num_parts=tp_size), read_facts(model), num_parts=tp_size)
 
 
 # Sizes of which no rank's share is a whole number of heads, or of groups of them, while the tiny model's are.

@@ -247,5 +247,5 @@ def test_a_block_of_experts_becomes_one_region():
     blocks = {name: style for name, style in styles(plan).items() if style in ("region", "region_output")}
     assert blocks == {"model.layers.*.self_attn": "region", "model.layers.*.mlp": "region_output"}
     facts = read_facts(tiny)
-    candidate = Candidate(plan=plan, split=resolve(plan, facts, tp_size=2), facts=facts)
+    candidate = Candidate(plan=plan, split=resolve(plan, facts, num_parts=2), facts=facts)
     assert widen_regions(candidate) == plan, "a block is no layer's whole"

@@ -78,7 +78,7 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
                 raise UnsupportedError(
                     f"a mask for each head, {name} {list(mask.shape)} of a model that is split over tp={num_parts}",
                     why="it has a mask for every head of the model, and a rank computes with its own heads alone",
-                    fix="pass a mask for all heads alike [rows, 1, queries, keys], or use tp_size 1",
+                    fix="pass a mask for all heads alike [rows, 1, queries, keys], or use a layout without tp",
                 )
         context.state.keep_logits_split = arguments.get("labels") is not None and context.mesh is not None
         if context.state.keep_logits_split and torch.compiler.is_compiling():
@@ -142,7 +142,7 @@ def _check_prefix(name: str, cache: Cache, filled: WeakSet[Cache]) -> None:
         raise UnsupportedError(
             f"trained keys and values in {name}, of a model that is split over tp",
             why="each rank attends with its own heads, so that it would find a part of their gradient alone",
-            fix="pass a prefix as inputs_embeds, or use tp_size 1",
+            fix="pass a prefix as inputs_embeds, or use a layout without tp",
         )
 
 

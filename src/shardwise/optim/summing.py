@@ -133,7 +133,7 @@ def _refuse_unproved(summands: Sequence[_Summand]) -> None:
             f"a gradient of {names[0]}" + f" and {len(names) - 1} more" * (len(names) > 1),
             why="the batches with which its plan was found and tried never used it, and it lies where ranks compute "
             "parts: nothing shows that this gradient is right",
-            fix="have the model use it on small random batches too, give rules for it (plan=), or use tp_size 1",
+            fix="have the model use it on small random batches too, give rules for it, or use a layout without tp",
         )
 
 

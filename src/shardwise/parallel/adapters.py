@@ -128,7 +128,7 @@ class SplitAdapter:
 
 def _split_later(wrapper: Any, fqn: str, adapter: str, registry: Registry) -> None:
     adapted, mesh = describe_adapter(fqn, wrapper, adapter), registry.mesh
-    planned = plan_adapter(adapted, registry.plan.parameters[adapted.weight], tp_size=mesh.size("tp"))
+    planned = plan_adapter(adapted, registry.plan.parameters[adapted.weight], num_parts=mesh.size("tp"))
     over_data = tuple(Step(axis, mesh.size(axis), Replicate()) for axis in DATA_AXES[::-1] if mesh.size(axis) > 1)
     for name, each in planned.items():
         inner, _, own = name.removeprefix(f"{fqn}.").rpartition(".")

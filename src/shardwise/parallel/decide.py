@@ -43,7 +43,7 @@ def decide_split(
         PlanError: the rules cannot be applied; lists every problem.
         UnsupportedError: the rules split a norm over features that computes no supported formula.
     """
-    resolved = resolve(rules, facts, tp_size=shape.tp_size, sequence_parallel=spec.sequence_parallel)
+    resolved = resolve(rules, facts, num_parts=shape.tp_size, sequence_parallel=spec.sequence_parallel)
     stages = None
     if shape.pp_size > 1:
         assert order is not None, "a pipeline is cut where layers begin"

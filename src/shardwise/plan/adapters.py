@@ -46,7 +46,7 @@ def with_adapters(plan: SplitPlan, facts: ModelFacts) -> SplitPlan:
     for adapted in adapters.adapted:
         base = planned[adapters.tied.get(adapted.weight, adapted.weight)]
         try:
-            found = plan_adapter(adapted, base, tp_size=plan.tp_size)
+            found = plan_adapter(adapted, base, num_parts=plan.tp_size)
         except PlanError as problem:
             problems.append(problem)
         else:
@@ -96,7 +96,7 @@ def _crossing(cut_tensor: CutTensor, names: _Names) -> CutTensor:
     return replace(cut_tensor, anchor=f"{kind}:{found[0]}:{path}") if kind == "output" else cut_tensor
 
 
-def plan_adapter(adapted: Adapted, base: ParameterPlan, *, tp_size: int) -> dict[str, ParameterPlan]:
+def plan_adapter(adapted: Adapted, base: ParameterPlan, *, num_parts: int) -> dict[str, ParameterPlan]:
     """Plans how tp splits the parameters of the adapters around one weight. Returns plans by FQN.
 
     Args:
@@ -107,16 +107,16 @@ def plan_adapter(adapted: Adapted, base: ParameterPlan, *, tp_size: int) -> dict
     """
     split = base.placement
     if not isinstance(split, Split):
-        return {each.fqn: _planned(each, Replicate(), base.gradient, tp_size, "its base is") for each in adapted.own}
+        return {each.fqn: _planned(each, Replicate(), base.gradient, num_parts, "its base is") for each in adapted.own}
     if adapted.full_reader:
         raise PlanError(
-            f"{adapted.full_reader} on {adapted.module} cannot be split over tp={tp_size}",
+            f"{adapted.full_reader} on {adapted.module} cannot be split over tp={num_parts}",
             why=f"it computes with the full weight, of which a rank holds a part ({split})",
             fix=_IN_FULL,
         )
     if split.dim not in (adapted.in_dim, adapted.out_dim):
         raise PlanError(
-            f"the adapters on {adapted.module} cannot be split over tp={tp_size}",
+            f"the adapters on {adapted.module} cannot be split over tp={num_parts}",
             why=f"their base is split along neither its input nor its output features ({split})",
             fix=_IN_FULL,
         )
@@ -126,16 +126,18 @@ def plan_adapter(adapted: Adapted, base: ParameterPlan, *, tp_size: int) -> dict
     for each in adapted.own:
         dim = each.in_dim if is_row else each.out_dim
         placement = Replicate() if dim is None else replace(split, dim=dim)
-        found[each.fqn] = _planned(each, placement, "partial" if dim is None else "full", tp_size, reason)
+        found[each.fqn] = _planned(each, placement, "partial" if dim is None else "full", num_parts, reason)
     return found
 
 
-def _planned(parameter: AdapterParameter, placement: Placement, gradient: str, tp_size: int, why: str) -> ParameterPlan:
+def _planned(
+    parameter: AdapterParameter, placement: Placement, gradient: str, num_parts: int, why: str
+) -> ParameterPlan:
     style = "replicate" if gradient == "full" else "replicated_with_grad_allreduce"
     if isinstance(placement, Split):
         style, why = f"split({placement.dim})", "as its base"
     rule = ParameterRule(parameter.fqn, style, source="adapter", reason=why)
-    steps = (Step("tp", tp_size, placement),) if tp_size > 1 else ()
+    steps = (Step("tp", num_parts, placement),) if num_parts > 1 else ()
     return ParameterPlan(fqn=parameter.fqn, layout=Layout(parameter.shape, steps), rule=rule, gradient=gradient)
 
 

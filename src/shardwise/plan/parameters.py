@@ -37,7 +37,7 @@ class ParameterRules:
     regions: Mapping[str, Region]
     head: str | None
     sequence: SequencePlan | None
-    tp_size: int
+    num_parts: int
 
     def plan(self, fqn: str, shape: Shape) -> ParameterPlan:
         """Plan of the parameter `fqn` with the full `shape`.
@@ -49,46 +49,46 @@ class ParameterRules:
         rule = self.rules.get(fqn) or self.rules.get(module)
         if rule is None:
             why = _INSIDE if region_around(module, self.regions) else OUTSIDE
-            why = why if self.tp_size > 1 else "there is one rank"
+            why = why if self.num_parts > 1 else "there is one rank"
             rule = ParameterRule(fqn, "replicate", source="facts", reason=why)
         try:
             placement = self._placement(rule, fqn, shape)
         except (PlanError, LayoutError) as error:
             raise PlanError(
-                f"cannot split {fqn} over tp={self.tp_size}: {error.summary}",
+                f"cannot split {fqn} over tp={self.num_parts}: {error.summary}",
                 at=f"{rule.place} on {fqn} {list(shape)}",
                 why=error.why,
                 fix=error.fix,
             ) from error
-        steps = (Step("tp", self.tp_size, placement),) if self.tp_size > 1 else ()
+        steps = (Step("tp", self.num_parts, placement),) if self.num_parts > 1 else ()
         gradient = self._gradient(rule, fqn, placement)
         return ParameterPlan(fqn=fqn, layout=Layout(shape, steps), rule=rule, gradient=gradient)
 
     def _placement(self, rule: ParameterRule, fqn: str, shape: Shape) -> Placement:
-        style, tp_size, split = rule.kind, self.tp_size, rule.split
+        style, num_parts, split = rule.kind, self.num_parts, rule.split
         module, _, name = fqn.rpartition(".")
         last = len(shape) - 1
         is_transposed = self.facts.modules[module].kind == "transposed"
         out_dim = last if is_transposed else max(0, last - 1)
         in_dim = out_dim - 1 if is_transposed else last
         if module == self.head or style == "embedding_rowwise" or fqn in self._of_head:
-            return split_even(0, shape[0], parts=tp_size)
+            return split_even(0, shape[0], parts=num_parts)
         if style == "embedding_colwise":
-            return feature_split(last, shape[last], heads=None, tp_size=tp_size)
+            return feature_split(last, shape[last], heads=None, num_parts=num_parts)
         heads = self._heads_around(module)
         if split is not None:
             return self._placement_of(split, name, shape, heads)
         if style == "packed_colwise":
-            return equal_sections(out_dim, shape[out_dim], num_sections=2, parts=tp_size)
+            return equal_sections(out_dim, shape[out_dim], num_sections=2, parts=num_parts)
         if style == "qkv_colwise":
-            return qkv_split(out_dim, shape[out_dim], heads=heads, tp_size=tp_size)
+            return qkv_split(out_dim, shape[out_dim], heads=heads, num_parts=num_parts)
         if style in COLUMN_STYLES or style in ("colwise_gather_output", "norm_split"):
-            return feature_split(out_dim, shape[out_dim], heads=heads, tp_size=tp_size)
+            return feature_split(out_dim, shape[out_dim], heads=heads, num_parts=num_parts)
         if not rule.splits or len(shape) == 1 or name == "bias":  # biases of row-split linears are added once
             return Replicate()
         if style == "packed_rowwise":
-            return equal_sections(in_dim, shape[in_dim], num_sections=2, parts=tp_size)
-        return feature_split(in_dim, shape[in_dim], heads=heads, tp_size=tp_size)
+            return equal_sections(in_dim, shape[in_dim], num_sections=2, parts=num_parts)
+        return feature_split(in_dim, shape[in_dim], heads=heads, num_parts=num_parts)
 
     @functools.cached_property
     def _of_head(self) -> frozenset[str]:
@@ -103,16 +103,16 @@ class ParameterRules:
             style = SplitStyle(0, style.num_sections, style.pieces)
         size = shape[style.dim]
         if style.pieces is not None:
-            if len(style.pieces) != self.tp_size:
-                raise PlanError(f"the rule spells out {len(style.pieces)} ranks", why=f"tp is {self.tp_size}")
+            if len(style.pieces) != self.num_parts:
+                raise PlanError(f"the rule spells out {len(style.pieces)} ranks", why=f"tp is {self.num_parts}")
             return Split(style.dim, style.pieces)
         if style.num_sections > 1:
-            return equal_sections(style.dim, size, num_sections=style.num_sections, parts=self.tp_size)
-        return feature_split(style.dim, size, heads=heads, tp_size=self.tp_size)
+            return equal_sections(style.dim, size, num_sections=style.num_sections, parts=self.num_parts)
+        return feature_split(style.dim, size, heads=heads, num_parts=self.num_parts)
 
     def _gradient(self, rule: ParameterRule, fqn: str, placement: Placement) -> str:
         """Returns "partial" or "full". A split parameter's gradient is full, except that of replicated heads."""
-        if self.tp_size == 1 or isinstance(placement, Split):
+        if self.num_parts == 1 or isinstance(placement, Split):
             return "full"
         module, _, name = fqn.rpartition(".")
         region = region_around(module, self.regions)

@@ -27,14 +27,14 @@ _MODULE_STYLES = frozenset(
 )
 
 
-def resolve(plan: Plan, facts: ModelFacts, *, tp_size: int, sequence_parallel: bool = False) -> SplitPlan:
+def resolve(plan: Plan, facts: ModelFacts, *, num_parts: int, sequence_parallel: bool = False) -> SplitPlan:
     """Plans every parameter and module of the model that `facts` describe.
 
     Raises:
         PlanError: lists every rule that cannot be applied, with the legal sizes.
     """
     given = match_rules(plan, facts)
-    if tp_size == 1:
+    if num_parts == 1:
         given = MatchedRules()
     given = replace(given, parameters=complete_ties(given.parameters, facts))
     problems = [check_weight(name, rule, facts) for name, rule in given.parameters.items()]
@@ -43,24 +43,24 @@ def resolve(plan: Plan, facts: ModelFacts, *, tp_size: int, sequence_parallel: b
     regions = find_regions(facts, blocks, given.regions)
     fused_reductions, wrong = find_deferred_sums(facts, given.parameters, given.regions, regions)
     sequence = None
-    if sequence_parallel and tp_size > 1:
+    if sequence_parallel and num_parts > 1:
         try:
             sequence = find_sequence(facts, given.sequence, given.inputs, tuple(regions.values()))
         except PlanError as problem:
             wrong.append(problem)
-    heads, unsplit_heads = _heads(facts, given, regions, tp_size)
+    heads, unsplit_heads = _heads(facts, given, regions, num_parts)
     rules = ParameterRules(
-        facts=facts, rules=given.parameters, regions=regions, head=head, sequence=sequence, tp_size=tp_size
+        facts=facts, rules=given.parameters, regions=regions, head=head, sequence=sequence, num_parts=num_parts
     )
     parameters, unsplit = _parameters(rules, outside=[*unsplit_heads])
-    attributes, indivisible = _local_attributes(facts, given, tp_size)
-    inputs, unsplit_inputs = _split_inputs(facts, given, tp_size)
+    attributes, indivisible = _local_attributes(facts, given, num_parts)
+    inputs, unsplit_inputs = _split_inputs(facts, given, num_parts)
     wrong = [*filter(None, problems), *wrong, *unsplit_heads.values(), *unsplit, *indivisible, *unsplit_inputs]
     if wrong:
         raise all_problems(wrong)
     styles = {**given.regions, **given.parameters}
     return SplitPlan(
-        shape=MeshShape(tp_size=tp_size),
+        shape=MeshShape(tp_size=num_parts),
         parameters=parameters,
         regions=tuple(regions.values()),
         modules={
@@ -88,7 +88,7 @@ def _vocabulary_head(given: MatchedRules, facts: ModelFacts) -> str | None:
 
 
 def _heads(
-    facts: ModelFacts, given: MatchedRules, regions: Mapping[str, Region], tp_size: int
+    facts: ModelFacts, given: MatchedRules, regions: Mapping[str, Region], num_parts: int
 ) -> tuple[dict[str, tuple[Heads, Heads]], dict[str, PlanError]]:
     """Full and local heads of every attention with column-split projections; and the errors of others."""
     columns = [name for name, rule in given.parameters.items() if rule.style in COLUMN_STYLES]
@@ -98,12 +98,12 @@ def _heads(
         heads = facts.modules[module].heads
         if heads is None or not any(is_within(name, (module,)) for name in columns):
             continue
-        problem = check_heads(heads, tp_size)
+        problem = check_heads(heads, num_parts)
         if problem is None:
-            found[module] = (heads, local_heads(heads, tp_size))
+            found[module] = (heads, local_heads(heads, num_parts))
         else:
             why, fix = problem
-            undivided[module] = PlanError(f"cannot split the heads of {module} over tp={tp_size}", why=why, fix=fix)
+            undivided[module] = PlanError(f"cannot split the heads of {module} over tp={num_parts}", why=why, fix=fix)
     return found, undivided
 
 
@@ -132,12 +132,12 @@ def _parameters(rules: ParameterRules, *, outside: list[str]) -> tuple[dict[str,
     return planned, problems
 
 
-def _local_attributes(facts: ModelFacts, given: MatchedRules, tp_size: int) -> tuple[dict[str, int], list[PlanError]]:
+def _local_attributes(facts: ModelFacts, given: MatchedRules, num_parts: int) -> tuple[dict[str, int], list[PlanError]]:
     """A rank's values of the attributes that count split features; and errors of those that do not divide."""
     values, problems = facts.attributes(), []
     found = {}
     for name, rule in given.attributes.items():
-        divisor = rule.divisor(tp_size)
+        divisor = rule.divisor(num_parts)
         if values[name] % divisor:
             problems.append(
                 PlanError(f"cannot divide {name} by {divisor}", at=rule.place, why=f"its value is {values[name]}")
@@ -147,7 +147,7 @@ def _local_attributes(facts: ModelFacts, given: MatchedRules, tp_size: int) -> t
 
 
 def _split_inputs(
-    facts: ModelFacts, given: MatchedRules, tp_size: int
+    facts: ModelFacts, given: MatchedRules, num_parts: int
 ) -> tuple[dict[str, tuple[int, int]], list[PlanError]]:
     """Inputs of which ranks use parts, as (dim, number of heads); and errors of those that do not divide."""
     owners, problems = facts.inputs(), []
@@ -156,9 +156,9 @@ def _split_inputs(
         if rule.dim is None:
             continue
         heads = facts.heads_around(owners[name])
-        if heads is not None and heads.num_heads % tp_size:
+        if heads is not None and heads.num_heads % num_parts:
             why = f"there are {heads.num_heads} heads"
-            problems.append(PlanError(f"cannot split the input {name} over tp={tp_size}", at=rule.place, why=why))
+            problems.append(PlanError(f"cannot split the input {name} over tp={num_parts}", at=rule.place, why=why))
         found[name] = (rule.dim, heads.num_heads if heads is not None else 1)
     return found, problems
 

@@ -101,7 +101,7 @@ class Trial:
                 f"{type(tiny).__name__} computes something else every time it runs",
                 why=f"its forward draws random numbers in eval mode too: a loss of {self._truth.loss:.6f}, then "
                 f"{again:.6f};\nno split can be held against numbers that change",
-                fix="give rules of your own, or use tp_size 1",
+                fix="give rules of your own, or use a layout without tp",
             )
         self.gradients = self._truth.gradients
 

@@ -83,7 +83,7 @@ def _full_attention(name: str, x: Tensor, num_heads: Collection[int], axis: Axis
         raise UnsupportedError(
             f"nothing says whether {name or 'weights'} {list(x.shape)} are those of all heads",
             why=f"there are {', '.join(map(str, sorted(num_heads)))} heads, a rank has 1 / {axis.size} of them",
-            fix="leave out output_attentions, or use tp_size 1",
+            fix="leave out output_attentions, or use a layout without tp",
         )
     return x
 

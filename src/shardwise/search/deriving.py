@@ -168,7 +168,7 @@ class _Search:
 
     def _candidate(self, plan: Plan) -> Candidate:
         if plan not in self._candidates:
-            split = resolve(plan | self._given, self._facts, tp_size=self._trial.num_parts)
+            split = resolve(plan | self._given, self._facts, num_parts=self._trial.num_parts)
             self._candidates[plan] = Candidate(plan=plan, split=split, facts=self._facts)
         return self._candidates[plan]
 

@@ -118,7 +118,7 @@ def _subject(
     problem = None
     for plan in (declared | tried, tried):  # rules may be about sizes that the tiny model has not
         try:
-            resolve(plan, subject.trial.facts, tp_size=num_parts)
+            resolve(plan, subject.trial.facts, num_parts=num_parts)
         except PlanError as error:
             problem = error
         else:

@@ -81,7 +81,7 @@ def check_share(name: str, candidate: Candidate, reasons: Mapping[str, str], rea
         f"{f'only {share:.1%}' if share else 'nothing'} of its layers can be split",
         why=why or "it has no layers: items of a ModuleList that hold matrices which the forward uses",
         fix=f"write rules of your own, such as plan={example} (styles: shardwise.plan.spec.STYLES),\n"
-        "and prove them with shardwise.verify(..., plan=...); or use tp_size 1",
+        "and prove them with shardwise.verify(..., plan=...); or use a layout without tp",
     )
 
 
@@ -91,7 +91,7 @@ def unplanned_error(name: str, num_parts: int, verdict: Verdict) -> PlanError:
         f"{name} cannot be planned over tp={num_parts}",
         at=verdict.module or None,
         why=verdict.reason,
-        fix="use tp_size 1, or give rules of your own",
+        fix="use a layout without tp, or give rules of your own",
     )
 
 
@@ -103,7 +103,7 @@ def no_plan_error(name: str, verdicts: Sequence[Verdict], *, num_parts: int, seq
     """
     informative = [each for each in verdicts if not each.lacks_stack] or verdicts
     at = star_numbers(next((each.module for each in informative if each.module), ""))
-    where, fix = f"over tp={num_parts}", "use tp_size 1"
+    where, fix = f"over tp={num_parts}", "use a layout without tp"
     if sequence_parallel:
         where, fix = "along the sequence", "run without sequence parallelism (sequence_parallel=False)"
     example = f', such as plan={{"{at}": "whole_sequence"}}' if at and sequence_parallel else ""

@@ -49,13 +49,13 @@ def _named(graph: BlockGraph, name: str, dim: int) -> Iterator[tuple[str, Split]
     around = itertools.takewhile(lambda module: module != graph.layer.fqn, upwards(owner))
     heads = next((found for module in around if (found := modules[module].heads) is not None), None)
     with contextlib.suppress(PlanError, LayoutError):
-        yield str(SplitStyle(dim)), feature_split(dim, size, heads=heads, tp_size=num_parts)
+        yield str(SplitStyle(dim)), feature_split(dim, size, heads=heads, num_parts=num_parts)
     for sections in range(2, _MAX_SECTIONS + 1):
         if size % sections == 0:
             yield str(SplitStyle(dim, sections)), equal_sections(dim, size, num_sections=sections, parts=num_parts)
     if heads is not None and dim == (1 if modules[owner].kind == "transposed" else 0):
         with contextlib.suppress(PlanError, LayoutError):
-            yield "qkv_colwise", qkv_split(dim, size, heads=heads, tp_size=num_parts)
+            yield "qkv_colwise", qkv_split(dim, size, heads=heads, num_parts=num_parts)
 
 
 def _covers(split: Split, required: RequiredIndices) -> bool:

@@ -277,7 +277,7 @@ def _check_layout(config: TrainConfig) -> Iterator[Problem]:
             f"use a multiple of {parts}",
         )
     if config.sequence_parallel and shape.tp_size == 1:
-        yield Problem("sequence_parallel", f"needs tp_size of at least 2; the layout is {shape}")
+        yield Problem("sequence_parallel", f"needs at least 2 tp ranks; the layout is {shape}")
 
 
 def _check_pipeline(config: TrainConfig, shape: MeshShape) -> Iterator[Problem]:
