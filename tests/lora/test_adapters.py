@@ -322,8 +322,8 @@ def test_adapters_of_a_derived_plan_are_tried_once_and_kept(monkeypatch):
 
 
 def test_adapters_that_compute_something_else_are_an_error(monkeypatch):
-    def whole(adapted, base, *, tp_size):
-        found = plan_adapter(adapted, base, num_parts=tp_size)
+    def whole(adapted, base, *, num_parts):
+        found = plan_adapter(adapted, base, num_parts=num_parts)
         return {fqn: replace(each, gradient="full") for fqn, each in found.items()}
 
     monkeypatch.setattr("shardwise.plan.adapters.plan_adapter", whole)
