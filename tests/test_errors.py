@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from shardwise import errors
-from shardwise.errors import LoadError, PlanError, ShardwiseError, counted, did_you_mean
+from shardwise.errors import PlanError, ShardwiseError, counted, did_you_mean
 
 pytestmark = pytest.mark.pure
 
@@ -58,11 +58,6 @@ def test_pickling_keeps_every_part(name):
     assert type(back) is type(error)
     assert (back.summary, back.at, back.why, back.fix) == ("what happened", "here", "this rule", "do that")
     assert str(back) == str(error)
-
-
-def test_a_load_error_is_caught_as_an_os_error():
-    with pytest.raises(OSError, match="model.safetensors"):
-        raise LoadError("cannot read model.safetensors")
 
 
 def test_did_you_mean():
