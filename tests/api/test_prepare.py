@@ -183,7 +183,7 @@ def decide_otherwise_on_rank_1():
 @pytest.mark.spawn
 def test_decisions_that_differ_are_found_before_anything_is_changed():
     first, second = spawn(decide_otherwise_on_rank_1, 2)
-    assert first == second and "the ranks decided differently" in first and "at:  the plan's parameters" in first
+    assert first == second and "the ranks have made different plans" in first and "at:  the plan's parameters" in first
 
 
 def fail_planning_on_rank_0():

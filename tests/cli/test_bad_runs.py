@@ -225,7 +225,7 @@ CASES = {
     "fsdp: options without fsdp": (
         None,
         ["fsdp.zero_stage=2"],
-        ["fsdp: says how fsdp and ddp axes work; the layout is tp1"],
+        ["fsdp: configures the fsdp and ddp axes; the layout is tp1"],
     ),
     "data.state: another file": (
         lambda: Path("state.json").write_text("{}"),

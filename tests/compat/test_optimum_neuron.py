@@ -400,7 +400,7 @@ def test_bad_input_is_one_clear_error_on_every_rank(on_ranks, layout, tmp_path):
         "mapping": "of the optimizer is not said",
         "ids": "one of ids to parameters",
         "options": "leraning_rate",
-        "by hand in stages": "nobody cuts it into stages",
+        "by hand in stages": "it cannot be cut into stages",
     }
     for found in (first, second):
         assert {name: found[name] for name, part in expected.items() if part not in found[name]} == {}

@@ -230,7 +230,7 @@ def test_adapters_that_read_the_full_weight_are_refused_by_name(config, what):
 def test_what_is_more_than_a_product_is_refused_around_modules_that_divide_themselves(option):
     with Mesh.open("tp1") as mesh:
         model = nn.Sequential(ColumnLinear(4, 4, mesh))
-        with pytest.raises(UnsupportedError, match="around modules that divide themselves"):
+        with pytest.raises(UnsupportedError, match="around parallel layers"):
             register_split_layers(model, peft.LoraConfig(target_modules=["0"], **{option: True}))
 
 

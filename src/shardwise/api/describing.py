@@ -55,7 +55,7 @@ def describe(
     Raises:
         ConfigError: the batch has longer rows than the model has positions, or more tokens than can be rehearsed, or a
             pipeline cannot be cut or run so.
-        PlanError: the plan cannot be followed; every problem is listed.
+        PlanError: the plan cannot be applied; every problem is listed.
         UnsupportedError: the layout has an axis that is not supported yet.
     """
     spec, options = ParallelSpec.take(options)

@@ -174,7 +174,7 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> tuple[
         mesh.group(),
         resolve,
         doing="resolving the plan",
-        what="the ranks decided differently",
+        what="the ranks have made different plans",
         fix="use the same versions of all libraries",
     )
     return plan, use

@@ -271,7 +271,7 @@ def _source_of(model: Any) -> WeightSource | None:
     if parts or not isinstance(model, PreTrainedModel):
         raise UnsupportedError(
             f"{type(model).__name__}, " + (f"of which {parts[0]} was loaded lazily" if parts else "on the meta device"),
-            why="nothing says what its other tensors are",
+            why="the values of its other tensors are unknown",
             fix="load all of it by from_pretrained of its own class, or nothing of it lazily",
         )
     if own is None:  # built by its constructor

@@ -102,7 +102,7 @@ class OptimizerLoad:
         raise LoadError(
             f"the optimizer's state {key.removeprefix('optimizer/')} fits no layout but its own",
             at=str(self._stored.directory),
-            why=f"its shape {facts['shape']} is not the parameter's, so nobody can say how it is divided; it was\n"
+            why=f"its shape {facts['shape']} is not the parameter's, so it is unknown how it is divided; it was\n"
             f"saved with {saved_with}, this is {self._mesh.shape}",
             fix=f"load it with layout {saved_with}, or load without the optimizer",
         )

@@ -159,7 +159,7 @@ def _loss_of(output: Any) -> Tensor:
         loss = loss[0]
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise BatchError(
-            f"the model gave {type(output).__name__}, which is no loss",
+            f"the model returned {type(output).__name__}, which is no loss",
             fix="let forward return the loss, an output with a loss, or a tuple that begins with it; pass labels",
         )
     return loss

@@ -242,7 +242,7 @@ def check_divides(model: nn.Module, batch: Mapping[str, Any], parts: Sequence[Ma
     if hasattr(inner, "_loss_function"):
         raise UnsupportedError(
             f"{what}, with a loss_function of your own",
-            why="nothing says how the losses of parts are put together: by their targets, by weights, or as a sum",
+            why="it is unknown how to combine the losses of parts: by their targets, by weights, or as a sum",
             fix="use one microbatch, no fsdp and no ddp (with pp call the model), or the model's own loss",
         )
     uneven = next((name for part in parts if (name := find_uneven_targets(model, part)) is not None), None)
@@ -264,7 +264,7 @@ def refuse_batch_norm(model: nn.Module, size: int, norm: nn.Module) -> None:
     if norm.training:
         raise UnsupportedError(
             f"a batch in {size} parts, of a {type(model).__name__} with batch norms in training mode",
-            why="they take the mean and variance of a part, and every data rank would keep others",
+            why="they take the mean and variance of a part, and each data rank would keep different ones",
             fix="put them in eval mode after model.train(): for each in model.modules() that is one, each.eval()",
         )
 

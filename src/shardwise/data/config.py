@@ -134,7 +134,7 @@ def check_data(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[Probl
         yield Problem("data", f"takes either path (files) or dataset (the datasets library); {given}")
     for key in ("subset", "split") if data.dataset is None else ():
         if getattr(data, key) != getattr(DataConfig, key):
-            yield Problem(f"data.{key}", "only means something with data.dataset")
+            yield Problem(f"data.{key}", "has an effect only with data.dataset")
     for each in fields(EvaluationConfig):
         if evaluation.path is None and (value := getattr(evaluation, each.name)) != each.default:
             yield Problem(f"evaluation.{each.name}", f"is {value}, and nothing is held out", "name evaluation.path")
@@ -153,4 +153,4 @@ def _check_rows(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[Prob
         yield Problem("data.rows", what, "use packed or padded")
     kinds = {rows_of(data), *({rows_of(held_out(data, evaluation))} if evaluation.path else ())}
     if data.too_long != defaults["too_long"] and kinds == {"stream"}:
-        yield Problem("data.too_long", "says something of data.rows: packed or padded; a stream is cut anywhere")
+        yield Problem("data.too_long", "applies to data.rows: packed or padded; a stream is cut anywhere")

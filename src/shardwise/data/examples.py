@@ -132,7 +132,7 @@ class _Conversations:
             why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise LoadError("the chat template refuses the messages", at=record.place, why=why) from error
         if not found.is_target[1:].any():
-            raise LoadError("the chat template writes nothing of what the assistant says", at=record.place)
+            raise LoadError("the chat template leaves out the assistant's messages", at=record.place)
         return found
 
     def _messages(self, record: Record) -> Sequence[Mapping[str, Any]]:

@@ -72,7 +72,7 @@ class PackedBatches:
         ]
         if changed:
             raise ConfigError(
-                "the data is not the one this run was reading",
+                "this run was reading other data",
                 why="; ".join(changed),
                 fix="resume with the same data, seq_length, batch_size and seed, or start a new run",
             )

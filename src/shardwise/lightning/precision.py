@@ -73,7 +73,7 @@ def read_precision(plugin: Any, own: Precision | None) -> ShardwisePrecision:
         if flag not in _MEANING:
             raise UnsupportedError(
                 f"the precision plugin {type(plugin).__name__}{f' ({flag})' * bool(flag)} with ShardwiseStrategy",
-                why="it converts modules or scales losses by itself, and knows nothing of ranks",
+                why="it converts modules or scales losses without regard to other ranks",
                 fix=f"use Trainer(precision=...) with one of {', '.join(('32-true', *_MEANING))}, or\n"
                 "ShardwiseStrategy(..., precision=shardwise.Precision(...))",
             )
@@ -82,6 +82,6 @@ def read_precision(plugin: Any, own: Precision | None) -> ShardwisePrecision:
         raise ConfigError(
             "two precisions: the Trainer's and the strategy's",
             why=f"the Trainer says {theirs}\nthe strategy says {own}",
-            fix="say it in one place",
+            fix="set it in one place",
         )
     return ShardwisePrecision(own if theirs is None else theirs)

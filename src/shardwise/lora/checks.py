@@ -51,7 +51,7 @@ def check_prompts(model: nn.Module, plan: SplitPlan) -> None:
     if kinds and plan.pipeline is not None:
         raise PlanError(
             f"a model with prompts of PEFT's ({kinds[0]}) cannot be cut into stages",
-            why="they are computed before the model, from its embedding, and nothing says which stage has them",
+            why="they are computed before the model, from its embedding, and their stage is unknown",
             fix="use tp or fsdp instead of pp",
         )
     if plan.tp_size > 1 and plan.heads and (found := [each for each in kinds if each in _OF_HEADS]):

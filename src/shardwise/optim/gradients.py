@@ -293,7 +293,7 @@ def _check_accumulated(parameter: nn.Parameter, entry: ParameterEntry) -> None:
     except RuntimeError:  # torch's answer for a leaf whose gradient is handed out
         raise UnsupportedError(
             f"torch.autograd.grad of {entry.fqn}",
-            why="every rank holds a term of the sum that its gradient is, and nobody has summed these yet",
+            why="each rank holds a partial gradient, and these are not summed yet",
             fix="call backward(), after which parameter.grad is complete",
         ) from None
 

@@ -83,7 +83,7 @@ def check_steps(model: nn.Module) -> Gradients:
     gradients.fault = None
     raise GradientError(
         "the loss or the gradient norm of an earlier step was infinite or NaN",
-        why="the device has left out that step and those behind it, so the weights are still those before it",
+        why="the device has skipped that step and all later ones, so the weights are those before it",
         fix='lower the learning rate, look at the batch, or train with Precision(nonfinite="skip")',
     )
 

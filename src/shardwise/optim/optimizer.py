@@ -173,7 +173,7 @@ def local_state_of(optimizer: torch.optim.Optimizer) -> Any:
 def _refuse_state(optimizer: torch.optim.Optimizer) -> NoReturn:
     raise UnsupportedError(
         f"state_dict() of {type(optimizer).__name__} over parameters that are split over tp",
-        why="this rank holds the state of parts of them, which would pass for that of full ones",
+        why="this rank holds the state of its parts, which would be taken for that of full parameters",
         fix="use shardwise.save_checkpoint, or read this rank's parts from optimizer.state",
     )
 
@@ -207,7 +207,7 @@ def _check_kept_wide(parameters: Iterable[Tensor]) -> None:
         if (dtype := entry.registry.frozen.get(entry.fqn)) is not None:
             raise UnsupportedError(
                 f"training of {entry.fqn}, which was frozen when the model was split",
-                why=f"what is not trained is kept in the dtype of computation ({dtype}), where updates are lost",
+                why=f"frozen parameters are stored in the dtype of computation ({dtype}), where updates are lost",
                 fix="set requires_grad before the model is split, or split it without a Precision",
             )
 

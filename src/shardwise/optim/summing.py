@@ -132,7 +132,7 @@ def _refuse_unproved(summands: Sequence[_Summand]) -> None:
         raise UnsupportedError(
             f"a gradient of {names[0]}" + f" and {len(names) - 1} more" * (len(names) > 1),
             why="the batches with which its plan was found and tried never used it, and it lies where ranks compute "
-            "parts: nothing shows that this gradient is right",
+            "parts: nothing proves that this gradient is right",
             fix="have the model use it on small random batches too, give rules for it, or use a layout without tp",
         )
 
@@ -162,7 +162,7 @@ def _sum_over_stages(stages: tuple[int, ...], summands: Sequence[_Summand], regi
             raise GradientError(
                 f"{each.entry.fqn} is trained by {int(count)} of the {len(stages)} stages that hold it",
                 why="their copies would become different",
-                fix="freeze it, or do not, on every rank: shardwise.parallelize a model whose parameters are frozen",
+                fix="freeze it on every rank or on none: shardwise.parallelize a model whose parameters are frozen",
             )
 
 

@@ -62,7 +62,7 @@ class SplitAdapter:
         if self._registry.stages is not None:
             raise UnsupportedError(
                 f"an adapter that comes to {self._fqn} after the model was cut into stages",
-                why="nothing says which stages hold it",
+                why="its stages are unknown",
                 fix="give shardwise.parallelize a model that has all of its adapters",
             )
         state = torch.get_rng_state()

@@ -99,7 +99,7 @@ def check_compilation(choice: Compile | None, context: SplitContext | None = Non
         check_choice("Compile backend", choice.backend, tuple(torch.compiler.list_backends(exclude_tags=())))
     if context is not None and context.has_dropout and context.tp.size > 1:
         raise UnsupportedError(
-            "compilation of a model that drops under tp",
+            "compilation of a model with dropout under tp",
             why="ranks draw alike here and each for itself there, and a graph has one stream of random numbers",
             fix="set the dropouts of its config to 0, or leave out compilation, or use fsdp in place of tp",
         )

@@ -57,7 +57,7 @@ def check_tensor_parallelism(model: nn.Module, plan: SplitPlan) -> None:
             raise UnsupportedError(
                 "an embedding with max_norm cannot be split over its vocabulary",
                 at=name,
-                why="it rewrites rows in its forward, which the ranks that do not hold them cannot see",
+                why="its forward changes rows, which ranks without these rows cannot see",
                 fix='replicate it with the style "replicate"',
             )
 

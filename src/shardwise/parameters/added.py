@@ -65,7 +65,7 @@ def adopt_parameters(model: nn.Module) -> None:
             if mesh.size("pp") > 1 or (kind == "split" and (entry is None or entry.split is not None)):
                 raise UnsupportedError(
                     f"{fqn}, which came into the model after it was split",
-                    why="nothing says which part of it a rank holds, or which stage",
+                    why="its split and its stage are unknown",
                     fix="add it before shardwise.parallelize splits the model (adapters by adapter=), or freeze it",
                 )
             new = ParameterEntry(

@@ -67,8 +67,8 @@ def check_replicas(model: nn.Module, copies: Copies | None = None) -> None:
     if names:
         raise LayoutError(
             f"the ranks hold different copies of {names[0]}" + f" and {len(names) - 1} more" * (len(names) > 1),
-            why="something updated them on each rank by itself; what is written would be a mixture",
-            fix="see docs/own-loop.md for what in a loop of one's own must be Shardwise's",
+            why="something updated them on each rank separately; a checkpoint would mix them",
+            fix="see docs/own-loop.md for the calls that your own loop needs",
         )
 
 

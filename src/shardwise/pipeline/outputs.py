@@ -152,7 +152,7 @@ def check_asked_outputs(model: nn.Module, arguments: Mapping[str, Any], at_cut: 
     for name in sorted(asked - at_cut):
         raise UnsupportedError(
             what.format(name),
-            why="it was cut where nothing asked for them, so that no stage sends them to the next",
+            why="nothing asked for them when the model was cut, so no stage sends them",
             fix=f"set config.{name} = True before the model is split",
         )
 

@@ -221,7 +221,7 @@ class PipelineRunner:
         if self._p2p.broken is not None:
             raise RankError(
                 "this pipeline has failed before",
-                why=f"{self._p2p.broken}; what ranks had sent each other then would be taken for the next step's",
+                why=f"{self._p2p.broken}; messages of the failed run would be taken for the next step's",
                 fix="start the job again",
             )
 

@@ -85,7 +85,7 @@ class _MatchedRules:
         return PlanError(
             "a rule matches nothing" if len(rules) == 1 else f"{len(rules)} rules match nothing",
             at="\n".join(f'rule "{rule}"' for rule in rules),
-            why=f"none of the {num_names} names that the sections are about fits, so the rule would be ignored",
+            why=f"none of the {num_names} names in its section matches, so the rule would be ignored",
             fix="\n".join(f"{rule.pattern}: {self._remedy(rule)}" for rule in rules),
         )
 

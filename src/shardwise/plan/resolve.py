@@ -173,6 +173,6 @@ def all_problems(problems: list[PlanError]) -> PlanError:
         first.summary += f", and {len(problems) - 1} more like it" if len(problems) > 1 else ""
         return first
     return PlanError(
-        f"the plan cannot be followed: {len(problems)} problems, {len(seen)} distinct",
+        f"the plan cannot be applied: {len(problems)} problems, {len(seen)} distinct",
         why="\n".join(map(str, seen.values())),
     )

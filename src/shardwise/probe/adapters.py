@@ -60,7 +60,7 @@ def try_adapters(
         write(path, described)
     elif plain.passed:
         raise PlanError(
-            f"the adapters of {name} compute something else, split as their base is over tp={num_parts}",
+            f"the adapters of {name} give other results, split like their base over tp={num_parts}",
             at=verdict.module or None,
             why=verdict.reason,
             fix="use fsdp instead of tp, or other target_modules, or a rule that replicates what they adapt",

@@ -98,9 +98,9 @@ class Trial:
         self._truth, again = _train(copy.deepcopy(tiny), batch), float(_loss(copy.deepcopy(tiny), batch).detach())
         if abs(again - self._truth.loss) > _LOSS:
             raise UnsupportedError(
-                f"{type(tiny).__name__} computes something else every time it runs",
+                f"{type(tiny).__name__} gives another result in every run",
                 why=f"its forward draws random numbers in eval mode too: a loss of {self._truth.loss:.6f}, then "
-                f"{again:.6f};\nno split can be held against numbers that change",
+                f"{again:.6f};\na split cannot be compared with results that change",
                 fix="give rules of your own, or use a layout without tp",
             )
         self.gradients = self._truth.gradients

@@ -129,7 +129,7 @@ def reset_interrupted(root: FSDPModule) -> None:
         if state._state_ctx.post_backward_final_callback_queued:
             raise UnsupportedError(
                 "a step after a backward that was interrupted, with FSDP2",
-                why=f"torch {torch.__version__} cannot forget it, and would reduce no gradients",
+                why=f"torch {torch.__version__} cannot reset it, and would reduce no gradients",
                 fix="use torch 2.13 or newer, or split the model again and load a checkpoint",
             )
         return
@@ -157,7 +157,7 @@ def carry_over_changes(root: nn.Module, units: Iterable[FSDPModule]) -> None:
             path = next(path for path, module in root.named_modules() if module is place.module)
             raise UnsupportedError(
                 f"another parameter in place of {path}.{place.param_name}, after the split",
-                why="FSDP2 gathers and reduces the one that it was given, and would go on with that",
+                why="FSDP2 would go on with the one that it was given",
                 fix="replace it before the split, or write into it: load_state_dict, or p.data = what is made of p",
             )
 

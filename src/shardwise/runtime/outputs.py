@@ -81,7 +81,7 @@ def _full_attention(name: str, x: Tensor, num_heads: Collection[int], axis: Axis
         return gather_full(x, axis.group, dim=1, sizes=(here,) * axis.size) if is_part else x
     if num_heads and (is_part or "attentions" in name):
         raise UnsupportedError(
-            f"nothing says whether {name or 'weights'} {list(x.shape)} are those of all heads",
+            f"cannot tell whether {name or 'weights'} {list(x.shape)} are those of all heads",
             why=f"there are {', '.join(map(str, sorted(num_heads)))} heads, a rank has 1 / {axis.size} of them",
             fix="leave out output_attentions, or use a layout without tp",
         )
@@ -96,7 +96,7 @@ def _full_hidden(x: Tensor, lengths: Collection[int], axis: Axis) -> Tensor:
         return x
     if len(of_part | {here} & set(lengths)) > 1 or (of_part == {here} and x.requires_grad):
         raise UnsupportedError(
-            f"nothing says whether a hidden state {list(x.shape)} is all of its sequence",
+            f"cannot tell whether a hidden state {list(x.shape)} is all of its sequence",
             why=f"the sequences have lengths {sorted(lengths)}, and a rank has 1 / {axis.size} of them",
             fix="leave out output_hidden_states, or sequence_parallel",
         )

@@ -28,7 +28,7 @@ def check_unwrapped(model: nn.Module) -> None:
     if any(parameter.is_inference() for parameter in model.parameters()):
         raise UnsupportedError(
             f"a {type(model).__name__} that was made under torch.inference_mode()",
-            why="autograd takes none of its parameters",
+            why="autograd does not accept its parameters",
             fix="make or load it outside, or under torch.no_grad()",
         )
     refuse_wrapped(*model.modules())
@@ -41,7 +41,7 @@ def refuse_wrapped(*modules: nn.Module) -> None:
             wrapper = "DistributedDataParallel" if isinstance(module, DistributedDataParallel) else "FSDP"
             raise UnsupportedError(
                 f"a model in {wrapper}",
-                why="it takes the ranks' parameters for copies of one another, or divides them itself",
+                why="it assumes equal copies of all parameters on all ranks, or shards them itself",
                 fix=_FIX,
             )
 

@@ -120,7 +120,7 @@ def given_rules_error(name: str, verdicts: Sequence[Verdict], *, num_parts: int)
     """Error for user rules with which no plan passes, although one passes without them."""
     failed = next(verdict for verdict in verdicts if not verdict.passed)
     return PlanError(
-        f"the rules given for {name} compute something else than the unsplit model, split over tp={num_parts}",
+        f"the rules given for {name} give other results than the unsplit model over tp={num_parts}",
         at=failed.module or None,
         why=failed.reason,
         fix="correct the rules, or leave them out: a plan without them passes",

@@ -91,9 +91,7 @@ class Absent(Tensor):
             run = _run if makes or changed is not None or func.namespace == "c10d" else _run_once
             out = run(func, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            raise UnsupportedError(
-                f"{func} asks for the values of what another stage computes", why=str(error)
-            ) from error
+            raise UnsupportedError(f"{func} reads a tensor that another stage computes", why=str(error)) from error
         if func.namespace == "c10d":  # on meta nothing is sent; collectives write to their first argument
             tree_map_only(Tensor, lambda each: each if isinstance(each, Absent) else _overwritten(each), args[0])
             return out

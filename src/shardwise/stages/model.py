@@ -110,7 +110,7 @@ class StageAwareCall:
         if not is_in_backward():  # where layers are recomputed
             raise UnsupportedError(
                 f"{self._stages.modules[self].fqn} of a model in stages is called by itself",  # type: ignore[index]
-                why="each rank holds the layers of its own stages, and this call says nothing to the others",
+                why="each rank holds the layers of its own stages, and the others take no part in this call",
                 fix="call the model, or use pp_size 1",
             )
         return own(*args, **kwargs)

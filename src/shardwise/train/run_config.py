@@ -226,7 +226,7 @@ def lr_factor(schedule: ScheduleConfig, *, step: int, num_steps: int) -> float:
 def _check_checkpoint(config: TrainConfig) -> Iterator[Problem]:
     checkpoint = config.checkpoint
     if checkpoint.dir is None and checkpoint != CheckpointConfig():
-        yield Problem("checkpoint.dir", "is missing", "the other keys say how checkpoints are made there")
+        yield Problem("checkpoint.dir", "is missing", "the other keys of checkpoint need it")
 
 
 def _check_sources(config: TrainConfig) -> Iterator[Problem]:
@@ -267,7 +267,7 @@ def _check_layout(config: TrainConfig) -> Iterator[Problem]:
             yield Problem("layout", f"is {shape}, and {axis} is not supported yet", "use pp, ddp, fsdp and tp")
     yield from _check_pipeline(config, shape)
     if config.fsdp != FsdpPolicy() and shape.data_size == 1:
-        yield Problem("fsdp", f"says how fsdp and ddp axes work; the layout is {shape}")
+        yield Problem("fsdp", f"configures the fsdp and ddp axes; the layout is {shape}")
     parts = shape.data_size * config.num_microbatches
     if config.batch_size % parts:
         yield Problem(
@@ -291,7 +291,7 @@ def _check_pipeline(config: TrainConfig, shape: MeshShape) -> Iterator[Problem]:
         yield Problem("log.timeline", f"is {timed}, which is no step of a pipeline: {why}")
     if shape.pp_size == 1:
         if chosen != Pipeline():
-            yield Problem("pipeline", f"says how the pp axis works; the layout is {shape}")
+            yield Problem("pipeline", f"configures the pp axis; the layout is {shape}")
         return
     try:
         check_pipeline(chosen, shape, config.recompute)

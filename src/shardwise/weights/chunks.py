@@ -116,6 +116,6 @@ def _checked(key: str, tensor: ChunkedTensor, location: str) -> ChunkedTensor:
             f"{key} is not complete: its {len(chunks)} parts hold {held:,} of {volume(full):,} elements",
             at=location,
             why="some parts are missing, or were not written" if overlap is None else f"parts overlap: {overlap}",
-            fix="copy the files again; what DCP's safetensors writer loses of a tensor held in several boxes is gone",
+            fix="copy the files again; DCP's safetensors writer loses parts of tensors stored in several boxes",
         )
     return ChunkedTensor(tensor.dtype, tensor.shape, chunks)

@@ -40,7 +40,7 @@ def register_split_layers(model: nn.Module, config: Any) -> None:
     variants = (getattr(config, name, False) for name in ("use_dora", "lora_bias"))
     if not hasattr(config, "_register_custom_module") or any(variants):
         raise UnsupportedError(
-            f"adapters by {type(config).__name__} around modules that divide themselves",
+            f"adapters by {type(config).__name__} around parallel layers",
             why="only the product of A and B is computed from parts",
             fix="use LoRA, without biases of its own and variants such as DoRA",
         )

@@ -271,7 +271,7 @@ def split_rewritten(
             if mesh.size("pp") > 1 and not is_split(model):
                 raise UnsupportedError(
                     f"a model rewritten by hand on {mesh.shape}",
-                    why="nobody cuts it into stages",
+                    why="it cannot be cut into stages",
                     fix="use pp_size 1, or the automatic split",
                 )
         if not is_split(model):

@@ -112,7 +112,7 @@ class GroupedProjections(SplitModule):
         if self.copies > 1 and not self.gathers and self.training and torch.is_grad_enabled() and not is_known:
             raise ConfigError(
                 "a layer with copies of key/value heads in a model that is not known",
-                why="nobody sums the gradients of heads that several ranks hold",
+                why="the gradients of heads that several ranks hold would not be summed",
                 fix="call move_model_to_device(model, device) first, or initialize_parallel_model",
             )
         x = self.enter(x, self.sequence_dim)

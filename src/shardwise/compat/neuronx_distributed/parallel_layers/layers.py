@@ -98,7 +98,7 @@ def own_options(order: Sequence[str], args: Sequence[Any], options: dict[str, An
         if given.pop(name, None):
             raise UnsupportedError(
                 f"{name} of a parallel layer",
-                why="layers return whole sums, and see the rows of their own rank alone",
+                why="layers return full sums, and see only this rank's rows",
                 fix="leave it out; torch's own layers, which are replicated, take max_norm and scale_grad_by_freq",
             )
     idle = {name: given.pop(name) for name in _IDLE.intersection(given)}
