@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from shardwise.tiny.simulate import SimulatedMesh
 from torch import Tensor, nn
 
 from shardwise.comm.simulated import SimulatedGroup, run_ranks
@@ -21,6 +20,7 @@ from shardwise.parallel.facts import read_facts
 from shardwise.parameters.canonical import canonical_tensor
 from shardwise.plan.options import ParallelSpec, Pipeline
 from shardwise.probe.layer_order import find_layer_order, train_in_stages
+from shardwise.probe.trial import SimulatedMesh
 from shardwise.runtime.adapter_facts import without_adapters
 from shardwise.search.planning import plan_for
 from shardwise.topology.shape import MeshShape

@@ -10,7 +10,6 @@ from unittest import mock
 import numpy
 import pytest
 import torch
-from shardwise.tiny.simulate import SimulatedMesh
 
 import shardwise
 from shardwise.comm import collectives, operations
@@ -22,6 +21,7 @@ from shardwise.parallel.apply import apply_plan
 from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.options import ParallelSpec
+from shardwise.probe.trial import SimulatedMesh
 from shardwise.ranks.spawn import spawn
 from shardwise.search.planning import plan_for
 from shardwise.tiny.objective import loss_or_surrogate

@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from shardwise.tiny.simulate import SimulatedMesh
 from torch import nn
 
 from shardwise.comm.simulated import run_ranks
@@ -17,6 +16,7 @@ from shardwise.compat.layers.linears import ColumnLinear, RowLinear
 from shardwise.errors import ConfigError
 from shardwise.parameters.canonical import canonical_tensor
 from shardwise.parameters.registry import entry_of
+from shardwise.probe.trial import SimulatedMesh
 
 pytestmark = pytest.mark.single
 

@@ -122,7 +122,11 @@ BAD = {
     "says nothing": (PLAIN, {"messages": says("a", " \n")}, ["the response is empty: message 1"]),
     "refused": (STRICT, {"messages": says("a", "b", roles=["assistant"])}, ["template refuses", "the user begins"]),
     "forgetful": (FORGETFUL, {"messages": says("aa", "bb", "cc", "dd")}, ["does not tell which", "generation %}"]),
-    "marks nothing": (MARKED.replace("== 'assistant'", "== 'model'"), {"messages": says("a", "b")}, ["leaves out the assistant"]),
+    "marks nothing": (
+        MARKED.replace("== 'assistant'", "== 'model'"),
+        {"messages": says("a", "b")},
+        ["leaves out the assistant"],
+    ),
 }
 
 

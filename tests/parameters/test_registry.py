@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-from shardwise.tiny.simulate import SimulatedMesh
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -28,6 +27,7 @@ from shardwise.parameters.registry import (
     registry_of,
 )
 from shardwise.plan.options import ParallelSpec
+from shardwise.probe.trial import SimulatedMesh
 from shardwise.ranks.fake_mesh import fake_mesh
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.placement import Split
