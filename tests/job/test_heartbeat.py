@@ -16,7 +16,7 @@ import shardwise
 import shardwise.job.processes
 from shardwise.errors import RankError
 from shardwise.job import heartbeat
-from shardwise.job.diagnosis import Beat, diagnose
+from shardwise.job.heartbeat import Beat, diagnose
 from shardwise.ranks.spawn import spawn
 from tests.families import rows_of, tiny_batch, tiny_model
 from tests.job.test_rendezvous import Kept

@@ -4,9 +4,8 @@ import re
 
 from hypothesis import strategies as st
 
-from shardwise.schedule.action import Action, Kind, Overlap
 from shardwise.schedule.build import SCHEDULES, build_schedule
-from shardwise.schedule.schedule import Schedule
+from shardwise.schedule.schedule import Action, Kind, Overlap, Schedule
 
 
 @st.composite

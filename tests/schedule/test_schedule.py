@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.schedule.action import Action, Kind, Overlap
 from shardwise.schedule.build import SCHEDULES, build_schedule
+from shardwise.schedule.schedule import Action, Kind, Overlap
 from tests.schedule.strategies import schedules
 
 pytestmark = pytest.mark.pure

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.schedule.action import Action, Kind
 from shardwise.schedule.build import build_schedule
-from shardwise.schedule.drawing import draw_svg
+from shardwise.schedule.drawing import describe_schedule, draw_svg, draw_text
+from shardwise.schedule.schedule import Action, Kind
 from shardwise.schedule.timeline import chrome_trace, timeline
 from tests.schedule.strategies import read_schedule, schedules
 
@@ -130,6 +130,26 @@ def test_ranks_that_wait_for_each_other():
     with pytest.raises(ConfigError, match="the schedule stuck stops") as caught:
         timeline(schedule)
     assert caught.value.at == "rank 0 before 0B0, rank 1 before 1F1"
+
+
+def test_a_schedule_described():
+    assert describe_schedule(timeline(build_schedule("1f1b", pp_size=2, num_microbatches=3))) == "\n".join(
+        [
+            "1f1b: 3 microbatches through 2 stages on 2 ranks",
+            "bubble: ranks wait 25.0% of the time",
+            "in flight: ranks hold at most 2, 1 activations, each of one stage and microbatch",
+            "",
+            "rank 0  0F0 0F1 ·   ·   0B0──── 0F2 0B1──── ·   0B2────",
+            "rank 1  ·   1F0 1B0──── 1F1 1B1──── 1F2 1B2──── ·   ·",
+        ]
+    )
+
+
+@given(runs())
+def test_a_grid_is_no_wider_than_a_page_and_names_every_rank(run):
+    blocks = draw_text(run).split("\n\n")
+    assert all(len(line) <= 120 for block in blocks for line in block.splitlines())
+    assert all(len(block.splitlines()) == run.schedule.pp_size for block in blocks)
 
 
 @given(runs())

@@ -12,7 +12,7 @@ from shardwise.cli.config_file import read_config
 from shardwise.errors import ConfigError
 from shardwise.estimate.cuts import schedule_for
 from shardwise.plan.options import ParallelSpec, Precision, Recompute
-from shardwise.schedule.drawing import draw_svg
+from shardwise.schedule.drawing import describe_schedule, draw_svg
 from shardwise.schedule.timeline import chrome_trace, timeline
 from shardwise.topology.shape import MeshShape
 from shardwise.train.run_config import TrainConfig
@@ -99,14 +99,14 @@ def _check_timeline(file: Path, shape: MeshShape) -> None:
 
 
 def _draw_step(file: Path, shape: MeshShape, spec: ParallelSpec, num_microbatches: int | None) -> None:
-    """Draws a step of the pipeline to `file`."""
+    """Draws a step of the pipeline to `file`, and prints it."""
     drawn = timeline(schedule_for(spec.pipeline, shape, num_microbatches))
     text = draw_svg(drawn) if file.suffix == ".svg" else chrome_trace({"step": drawn})
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--timeline {file} cannot be written", why=error.strerror) from error
-    print(f"\n{drawn.schedule.title}; ranks wait {drawn.bubble:.1%} of the time ({file})")
+    print(f"\n{describe_schedule(drawn)}")
 
 
 def find_target(arguments: argparse.Namespace) -> tuple[Any, MeshShape, ParallelSpec, TrainConfig | None]:

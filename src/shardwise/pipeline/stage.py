@@ -25,7 +25,7 @@ from shardwise.comm.operations import Group
 from shardwise.pipeline.caches import StageCaches
 from shardwise.pipeline.split_backward import backward_inputs, check_complete, detached_alias, tie
 from shardwise.runtime.context import SplitContext
-from shardwise.schedule.action import Action, Kind
+from shardwise.schedule.schedule import Action, Kind
 from shardwise.schedule.timeline import Span
 from shardwise.stages.model import Stages, StageTensor
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import ConfigError, did_you_mean
 from shardwise.schedule import orders
-from shardwise.schedule.action import Step
-from shardwise.schedule.schedule import Schedule
+from shardwise.schedule.schedule import Schedule, Step
 
 __all__ = ["SCHEDULES", "build_in_order", "build_schedule"]
 

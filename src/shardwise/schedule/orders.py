@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shardwise.schedule.action import Action, Kind, Overlap, Step
+from shardwise.schedule.schedule import Action, Kind, Overlap, Step
 
 __all__ = [
     "Rank",

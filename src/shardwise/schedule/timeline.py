@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from shardwise.errors import ConfigError
-from shardwise.schedule.action import Action, Kind
-from shardwise.schedule.schedule import Schedule
+from shardwise.schedule.schedule import Action, Kind, Schedule
 
 __all__ = ["Span", "Timeline", "chrome_trace", "timeline"]
 
