@@ -33,7 +33,7 @@ from shardwise.parameters.registry import Registry, registry_of
 from shardwise.pipeline.caches import StageCaches, check_caches
 from shardwise.pipeline.outputs import asked_outputs, broadcast_output, check_asked_outputs, merge_outputs
 from shardwise.pipeline.release import emit_stashed_grads, refuse_gradient, stashed_grads
-from shardwise.pipeline.runner import PipelineRunner, attach_runner, runner_of
+from shardwise.pipeline.runner import PipelineRunner, runner_of
 from shardwise.pipeline.stage import Microbatch
 from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.modes import is_checkpointed, refuse_compiled
@@ -60,7 +60,6 @@ def apply_pipeline(model: nn.Module, registry: Registry) -> None:
     registry.context.same_rows = registry.mesh.group(*SAME_ROWS_AXES)
     runner = PipelineRunner(model, registry, registry.plan.pipeline, registry.stages)
     runner.asked_outputs = asked_outputs(model, {})
-    attach_runner(model, runner)
     apply_mixin(model, Pipelined)
     if registry.stages.encoder:
         apply_mixin(model.get_submodule(registry.stages.encoder), PipelinedEncoder)
@@ -260,7 +259,16 @@ class _Forward:
         microbatches = [Microbatch(*each) for each in zip(parts, losses, strict=True)]
         with stashed_grads(self.model) as kept, gradients.no_sync():
             done = self.runner.run(microbatches, schedule, keeps_outputs=True)
-        outputs = [_detached(done.outputs[number]) for number in range(count)] if self.runner.is_last else []
+        outputs = (
+            [
+                map_fields(
+                    done.outputs[number], lambda _, value: value.detach() if isinstance(value, Tensor) else value
+                )
+                for number in range(count)
+            ]
+            if self.runner.is_last
+            else []
+        )
         output = merge_outputs(outputs, weights) if outputs else None
         output = self._hand_out(output, later=self.model.training)
         for name in given:
@@ -319,7 +327,3 @@ def _loss_of(output: Any, *, factor: float | Tensor) -> Tensor:
     """The scalar on which the backward of a microbatch is called."""
     loss: Tensor = output.loss
     return loss if not isinstance(factor, Tensor) and factor == 1.0 else loss * factor
-
-
-def _detached(output: Any) -> Any:
-    return map_fields(output, lambda _, value: value.detach() if isinstance(value, Tensor) else value)

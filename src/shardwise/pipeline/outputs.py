@@ -124,13 +124,10 @@ def _describe(value: Any, tensors: list[Tensor], known: Mapping[int, int], name:
 
 def asked_outputs(model: nn.Module, arguments: Mapping[str, Any]) -> frozenset[str]:
     """Intermediate outputs of layers that a call asks for, by arguments of these names or by the model's config."""
-    configs = sub_configs(model.config) if isinstance(model, PreTrainedModel) else ()
-
-    def is_asked(name: str) -> bool:
-        given = arguments.get(name)
-        return bool(given) if given is not None else any(getattr(config, name, False) for config in configs)
-
-    return frozenset(filter(is_asked, _COLLECTED))
+    configs = list(sub_configs(model.config)) if isinstance(model, PreTrainedModel) else []
+    by_config = {name: any(getattr(config, name, False) for config in configs) for name in _COLLECTED}
+    given = {name: value for name, value in arguments.items() if name in _COLLECTED and value is not None}
+    return frozenset(name for name, is_asked in {**by_config, **given}.items() if is_asked)
 
 
 def check_asked_outputs(model: nn.Module, arguments: Mapping[str, Any], at_cut: frozenset[str]) -> None:

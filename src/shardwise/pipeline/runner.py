@@ -95,6 +95,7 @@ class PipelineRunner:
         self.last_run = ScheduleRun(parts=())
         self.last_schedule: Schedule | None = None
         self.times_next = False
+        model.__dict__[_ATTRIBUTE] = self  # for `runner_of`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineRunner:
         # A copied model runs on the same ranks, over the same line.
@@ -158,7 +159,12 @@ class PipelineRunner:
         Raises:
             RankError: an earlier run of this pipeline has failed.
         """
-        self._check_unbroken()
+        if self._p2p.broken is not None:
+            raise RankError(
+                "this pipeline has failed before",
+                why=f"{self._p2p.broken}; messages of the failed run would be taken for the next step's",
+                fix="start the job again",
+            )
         runtime, stages = self._runtime(schedule, has_backward=has_backward)
         context = self._registry.context
         seed = context.draw_seed(self._model)
@@ -217,14 +223,6 @@ class PipelineRunner:
             enters_root=number in self._registry.stage_roots,
         )
 
-    def _check_unbroken(self) -> None:
-        if self._p2p.broken is not None:
-            raise RankError(
-                "this pipeline has failed before",
-                why=f"{self._p2p.broken}; messages of the failed run would be taken for the next step's",
-                fix="start the job again",
-            )
-
     def forget_stages(self) -> None:
         """Drops the stages of all schedules, which hold references to the group."""
         for _, stages in self._kept.values():
@@ -261,8 +259,3 @@ def runner_of(model: nn.Module) -> PipelineRunner | None:
     """The runner of a split model, which may be wrapped; None without pp."""
     root = registry_of(model).model()
     return None if root is None else root.__dict__.get(_ATTRIBUTE)
-
-
-def attach_runner(model: nn.Module, runner: PipelineRunner) -> None:
-    """Makes `runner_of(model)` return `runner`."""
-    model.__dict__[_ATTRIBUTE] = runner

@@ -71,15 +71,13 @@ def _source_digest() -> str:
 
 
 def read(path: Path | None, parse: Callable[[Any], Answer]) -> Answer | None:
-    """`parse` of the JSON value in the file; None if there is no file, or `parse` raises `ValueError`."""
+    """`parse` of the JSON value in the file; None if there is no file, or it is damaged."""
     try:
         if path is None or not path.is_file():
             return None
         return parse(json.loads(path.read_text()))
-    except PermissionError:  # another user's file
-        return None
-    except (ValueError, OSError, RecursionError):
-        logger.warning("ignoring the damaged file at %s", path)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        logger.warning("ignoring the file at %s: %s", path, error)
         return None
 
 

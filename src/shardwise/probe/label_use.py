@@ -36,8 +36,6 @@ def find_label_use(model: nn.Module) -> LabelUse | None:
 
 
 def _parse(value: Any) -> tuple[LabelUse | None]:
-    if not isinstance(value, dict) or value.keys() != {"use"}:
-        raise ValueError(f"no use of labels: {value}")
     return (None if value["use"] is None else from_json(LabelUse, value["use"]),)
 
 
