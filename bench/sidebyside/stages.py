@@ -131,7 +131,8 @@ def _measure_bubble(mesh: shardwise.Mesh, name: str, num_microbatches: int, slee
     parts = [Microbatch({"x": torch.randn(size)}, lambda loss: loss) for _ in range(num_microbatches)]
     lines = []
     for _ in range(_REPEATS + 1):
-        runner.run(parts, schedule, is_timed=True)
+        runner.times_next = True
+        runner.run(parts, schedule)
         shown = runner.timeline()
         assert shown is not None
         lines.append(shown)
