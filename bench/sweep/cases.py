@@ -232,9 +232,8 @@ def _failures(report: Report) -> str:
         worst = None if each_rank[0] is None else max(each_rank, key=lambda each: each.error / each.allowed)
         if worst is not None and not worst.passed:
             found.append(f"{name} off by {worst.error:.1e}, {worst.allowed:.1e} allowed ({worst.name})")
-    for name, word in (("unequal_replicas", "replicas differ"), ("missing", "one side has no gradient")):
-        names = sorted({fqn for each in report.measurements for fqn in getattr(each, name)})
-        found += [f"{word}: {', '.join(names[:3])}"] * bool(names)
+    names = sorted({fqn for each in report.measurements for fqn in each.unequal_replicas})
+    found += [f"replicas differ: {', '.join(names[:3])}"] * bool(names)
     return "; ".join(found)
 
 
