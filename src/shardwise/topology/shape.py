@@ -4,7 +4,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from shardwise.errors import MeshError, counted, did_you_mean
 from shardwise.topology.axes import AXES, DATA_AXES, SIZE_NAMES, check_axis
@@ -92,19 +92,31 @@ class MeshShape:
 
     @classmethod
     def filling(cls, world_size: int, *, tp_size: int = 1, pp_size: int = 1, shards: bool = False) -> "MeshShape":
-        """The shape of so many ranks, of which those that tp and pp leave shard (`fsdp`) or replicate (`ddp`).
+        """The shape of `world_size` ranks with these tp and pp sizes; the rest are data ranks.
+
+        Args:
+            shards: whether data ranks shard (`fsdp`) or replicate (`ddp`).
 
         Raises:
             MeshError: a size is no positive integer, or tp and pp do not divide the ranks.
         """
-        split = cls(tp_size=tp_size, pp_size=pp_size)
-        data_size, left = divmod(world_size, split.world_size)
-        if left or not data_size:
+        sizes = {"tp_size": tp_size, "pp_size": pp_size}
+        wrong = [f"{name} is {size!r}" for name, size in sizes.items() if type(size) is not int or size < 1]
+        if wrong:
+            raise MeshError("; ".join(wrong), fix="use integers of at least 1")
+        asked = tp_size * pp_size
+        if world_size % asked:
             raise MeshError(
-                f"tp_size {tp_size} x pp_size {pp_size} does not divide {counted(world_size, 'rank')}",
-                fix=f"use sizes whose product divides {world_size}, or start a multiple of {split.world_size} ranks",
+                f"tp_size {tp_size} x pp_size {pp_size} = {asked} does not divide {counted(world_size, 'rank')}",
+                fix=f"use sizes whose product divides {world_size}, or start a multiple of {asked} ranks",
             )
-        return replace(split, **{"fsdp_size" if shards else "dp_replicate_size": data_size})
+        data_size = world_size // asked
+        return cls(
+            tp_size=tp_size,
+            pp_size=pp_size,
+            fsdp_size=data_size if shards else 1,
+            dp_replicate_size=1 if shards else data_size,
+        )
 
     def __str__(self) -> str:
         return ".".join(f"{axis}{size}" for axis, size in self._sizes() if size > 1) or "tp1"
