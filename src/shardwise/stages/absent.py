@@ -104,6 +104,9 @@ class Absent(Tensor):
         copied.value = self.value
         return copied
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Absent({tuple(self.shape)}, {self.dtype}{', bound' if self.value is not None else ''})"
+
 
 def present(value: Any) -> Any:
     """Replaces the absent tensors inside `value` by the tensors bound to them. Changes lists and dicts in place."""
