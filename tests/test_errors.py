@@ -37,17 +37,12 @@ def test_all_names_every_class_and_the_docstring_draws_each():
 @pytest.mark.parametrize(("name", "kin"), KIN.items())
 def test_each_class_is_kin_to_a_builtin(name, kin):
     error = getattr(errors, name)("what happened", at="here", why="this rule", fix="do that")
-    assert isinstance(error, ShardwiseError)
-    assert isinstance(error, kin)
+    assert isinstance(error, ShardwiseError) and isinstance(error, kin)
     assert str(error) == "what happened\n  at:  here\n  why: this rule\n  fix: do that"
 
 
-def test_only_given_parts_are_shown():
-    assert str(PlanError("what happened")) == "what happened"
-    assert str(PlanError("what happened", fix="do that")) == "what happened\n  fix: do that"
-
-
 def test_further_lines_of_a_part_are_indented_below_it():
+    assert str(PlanError("what happened", fix="do that")) == "what happened\n  fix: do that"
     assert str(PlanError("two problems", why="one\ntwo")) == "two problems\n  why: one\n       two"
 
 
@@ -56,13 +51,11 @@ def test_pickling_keeps_every_part(name):
     error = getattr(errors, name)("what happened", at="here", why="this rule", fix="do that")
     back = pickle.loads(pickle.dumps(error))
     assert type(back) is type(error)
-    assert (back.summary, back.at, back.why, back.fix) == ("what happened", "here", "this rule", "do that")
-    assert str(back) == str(error)
+    assert (str(back), back.at, back.why, back.fix) == (str(error), "here", "this rule", "do that")
 
 
 def test_did_you_mean():
     assert did_you_mean("colwize", ["colwise", "rowwise"]) == " (did you mean 'colwise'?)"
-    assert did_you_mean("colwize", iter(["colwise"])) == " (did you mean 'colwise'?)"
     assert did_you_mean("zzz", ["colwise", "rowwise"]) == ""
 
 

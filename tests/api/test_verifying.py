@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import transformers
+from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 import shardwise
 from shardwise import FsdpPolicy, Precision, Recompute
@@ -45,3 +46,9 @@ def test_options_that_do_not_exist_are_errors():
         shardwise.verify(LLAMA, "tp2", sequence_paralel=True)
     with pytest.raises(ConfigError, match="no option recomput"):
         shardwise.verify(transformers.LlamaForCausalLM(LLAMA), "tp2", recomput=None)
+
+
+def test_a_pipeline_is_proved_with_layers_that_run():
+    config = MllamaTextConfig(num_hidden_layers=4, cross_attention_layers=[1, 3])  # without images two of them run
+    report = shardwise.verify(config, "pp2", auto_class=transformers.MllamaForCausalLM)
+    assert report.passed, str(report)

@@ -19,16 +19,15 @@ from shardwise.api.building import parallelize
 from shardwise.api.prepare import decide
 from shardwise.comm.operations import all_reduce_
 from shardwise.data.batch import count_targets, split_rows, target_names
-from shardwise.errors import ConfigError, one_line
+from shardwise.errors import ConfigError, PlanError, one_line
 from shardwise.estimate.cuts import check_pipeline, fewest_microbatches, smallest_schedule
 from shardwise.lora.inject import inject_alike, read_adapter_config
 from shardwise.loss.label_use import note_label_use
 from shardwise.mesh import Mesh
 from shardwise.parallel.build import as_dtype, build_meta_model, model_class_of, read_config
-from shardwise.parallel.facts import read_facts
 from shardwise.plan.options import ParallelSpec
-from shardwise.plan.structure import outermost_layers
 from shardwise.probe.label_use import find_label_use
+from shardwise.probe.layer_order import find_layer_order
 from shardwise.proof.draws import ReplayRandom
 from shardwise.proof.parity import (
     Measurement,
@@ -123,7 +122,10 @@ def verify(
 
 
 def _tiny_config(config: PreTrainedConfig, model_class: Any, spec: ParallelSpec, shape: MeshShape) -> PreTrainedConfig:
-    """Config of the tiny model, with at least one layer per pipeline stage."""
+    """Config of the tiny model, with at least one layer per pipeline stage that runs.
+
+    Without images Mllama, for one, skips its cross-attention layers.
+    """
     if shape.pp_size == 1:
         return shrink_config(config, without_dropout=True)
     pipeline = spec.pipeline
@@ -131,8 +133,11 @@ def _tiny_config(config: PreTrainedConfig, model_class: Any, spec: ParallelSpec,
         return shrink_config(config, without_dropout=True, num_layers=None)
     num_stages = len(smallest_schedule(pipeline, shape.pp_size).rank_of)
     tiny = shrink_config(config, without_dropout=True, num_layers=max(2, num_stages))
-    stacks = read_facts(build_meta_model(copy.deepcopy(tiny), model_class, dtype=None, options={})).stacks
-    has_enough = len(outermost_layers(stacks)) >= num_stages
+    try:
+        order = find_layer_order(build_meta_model(copy.deepcopy(tiny), model_class, dtype=None, options={}))
+        has_enough = len(order.calls) >= num_stages
+    except PlanError:
+        has_enough = False
     return tiny if has_enough else shrink_config(config, without_dropout=True, num_layers=None)
 
 
