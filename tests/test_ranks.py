@@ -62,32 +62,3 @@ def test_only_selected_cases_run_and_those_of_a_layout_share_their_ranks(tmp_pat
     assert outcomes == dict.fromkeys(("tp2-first", "tp2-second", "tp2-third"), "PASSED")
     assert {case for case, _, _ in runs} == {"first", "second", "third"}
     assert len({pid for _, _, pid in runs}) == 2
-
-
-SHARING = """
-import os
-import pathlib
-import pytest
-
-pytestmark = pytest.mark.pure
-
-@pytest.fixture(scope="module")
-def shared():
-    (pathlib.Path(__file__).parent / "runs" / f"shared 0 {os.getpid()}").touch()
-
-@pytest.mark.parametrize("case", range(8))
-def test_case(shared, case):
-    pass
-
-@pytest.mark.parametrize("alone", range(8))
-def test_case_alone(alone):
-    (pathlib.Path(__file__).parent / "runs" / f"alone 0 {os.getpid()}").touch()
-"""
-
-
-def test_tests_that_share_a_fixture_stay_in_one_process_of_a_parallel_run(tmp_path):
-    (tmp_path / "runs").mkdir()
-    outcomes, runs = run_tests(tmp_path, "--numprocesses", "2", "--dist", "loadgroup", cases=SHARING)
-    assert outcomes == dict.fromkeys(map(str, range(8)), "PASSED")
-    assert [what for what, _, _ in runs].count("shared") == 1, "and every process would have made it"
-    assert len({pid for _, _, pid in runs}) == 2, "there are two"

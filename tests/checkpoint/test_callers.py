@@ -249,6 +249,7 @@ DISAGREEMENTS = {
     "extra.f is a function": lambda rank: {"extra": {"f": differing} if rank else None},
     "the optimizer is a int": lambda rank: {"optimizer": rank or None},
     "at:  ": lambda rank: {"extra": {"step": rank}},
+    "at:  extra.seen": lambda rank: {"extra": {"seen": torch.tensor([rank])}},
     "at:  scheduler": lambda rank: {} if rank else {"scheduler": None},
     "at:  tag": lambda rank: {"tag": f"a{rank}"},
     "at:  async_save": lambda rank: {"tag": "a", "async_save": bool(rank)},

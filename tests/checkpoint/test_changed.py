@@ -15,7 +15,7 @@ import torch
 import shardwise
 from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.store import find_tag
-from shardwise.errors import LoadError
+from shardwise.errors import LayoutError, LoadError
 from shardwise.parameters.registry import local_part
 from shardwise.plan.options import FsdpPolicy, Precision
 from shardwise.sharding.layout import Piece
@@ -212,7 +212,7 @@ def with_row_sums(model, *, scale):
 
 def _goes_on_alone(mesh, base):
     """Whether such a state comes back on the ranks that had it."""
-    model = shardwise.parallelize(tiny_model("llama", num_key_value_heads=2), mesh)
+    model = shardwise.parallelize(tiny_model("llama", num_key_value_heads=2, vocab_size=97), mesh)
     shardwise.save_checkpoint(f"{base}/rows", model=model, optimizer=with_row_sums(model, scale=1), tag="a")
     other, expected = with_row_sums(model, scale=0), with_row_sums(model, scale=1)
     shardwise.load_checkpoint(f"{base}/rows", model=model, optimizer=other)
@@ -269,9 +269,10 @@ def test_ranks_refuse_draw_and_accumulate_alike(mesh, tmp_path, on_ranks):
     assert len({own, first[1][0], second[1][0]}) == 3, "with more data ranks each begins a stream of its own"
     assert first[2] == second[2] == [], "a save in the middle of an accumulation leaves the gradients"
     assert first[3] and second[3]
-    here_too = with_row_sums(here.model, scale=0)
+    odd = shardwise.parallelize(tiny_model("llama", num_key_value_heads=2, vocab_size=97), mesh)
+    here_too = with_row_sums(odd, scale=0)
     with pytest.raises(LoadError, match=r"embed_tokens.weight/rows fits no layout but its own[\s\S]*saved with fsdp2"):
-        shardwise.load_checkpoint(tmp_path / "rows", model=here.model, optimizer=here_too)
+        shardwise.load_checkpoint(tmp_path / "rows", model=odd, optimizer=here_too)
     with open_checkpoint(tmp_path / "fsdp2" / "middle") as stored:
         rows = ((0, 48), (0, 64))
         stored.plan("model/model.embed_tokens.weight", [Piece(rows, rows)])
@@ -303,3 +304,24 @@ def test_what_is_read_while_another_saves_and_deletes_is_whole_or_an_error(mesh,
     assert found == sorted(found)
     assert not any("loaded in part" in error for error in errors)
     assert not differing(other.whole(), training.whole())
+
+
+def test_a_link_to_another_checkpoint_is_not_saved_through(training, tmp_path):
+    training.save(tmp_path, tag="step-1")
+    (tmp_path / "best").symlink_to("step-1")
+    with pytest.raises(LoadError, match="best is a link to step-1"):
+        training.save(tmp_path, tag="best")
+    assert find_tag(tmp_path, "step-1").is_dir()
+
+
+def save_unlike_frozen(mesh, base):
+    model = shardwise.parallelize(tiny_model("llama").requires_grad_(requires_grad=False), mesh)
+    with torch.no_grad():
+        model.model.norm.weight.add_(mesh.rank)
+    with pytest.raises(LayoutError, match="different copies of model.norm.weight"):
+        shardwise.save_checkpoint(base, model=model, tag="a")
+
+
+@pytest.mark.spawn
+def test_frozen_copies_that_differ_are_not_mixed(on_ranks, tmp_path):
+    on_ranks(save_unlike_frozen, layout="ddp2", base=str(tmp_path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from shardwise.runtime.same_batch import describe_steps
 from shardwise.sharding.boxes import Box, intersect, move, slices
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.placement import OnCoords, Replicate
-from shardwise.weights.tensor_file import DTYPES
+from shardwise.weights.tensor_file import DTYPES, crc_of
 
 __all__ = [
     "LocalShard",
@@ -251,13 +251,14 @@ class SaveInputs:
             **describe_steps(registry.context),
             "optimizer": self.optimizer.class_name if self.optimizer is not None else "",
             **{name: json.dumps(value) for name, value in values.items()},
+            **{key: f"{x.dtype} {list(x.shape)}, checksum {crc_of(x.cpu()):08x}" for key, x in self.tensors.items()},
             "the model's tensors": hashlib.sha256(repr(layouts).encode()).hexdigest(),
         }
 
-    def copies(self) -> Copies:
-        """Trained parameters, and optimizer states of their shape."""
+    def copies(self, left_out: Collection[str]) -> Copies:
+        """Saved parameters, and optimizer states of their shape. `left_out`: names of parameters that are not saved."""
         for shard in self.shards.values():
-            if shard.entry is not None and shard.value.requires_grad:
+            if shard.entry is not None and shard.name not in left_out:
                 yield shard.name, shard.entry, local_part(shard.value)
         for (name, state), value in self.optimizer.tensors.items() if self.optimizer is not None else ():
             entry = self.shards[name].entry

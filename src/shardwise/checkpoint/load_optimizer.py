@@ -84,7 +84,8 @@ class OptimizerLoad:
             key, pieces = state_key(shard.name, name), shard.layout.pieces(self._mesh.coords)
             if "whole" in facts or "ranks" in facts:
                 key = self._key_of_other_shape(key, shard, facts)
-                box = full_box(tuple(facts["shape"]))
+                own = self._stored.index.tensors.get(key)  # ranks may hold parts of unlike shapes
+                box = full_box(tuple(facts["shape"]) if own is None else own.shape)
                 pieces = (Piece(box, box),)
             is_value = "value" in facts or "scalar" in facts
             found[name] = _State(facts, key, () if is_value else self._stored.plan(key, pieces))

@@ -162,11 +162,18 @@ def clean(root: Path) -> None:
 
 
 def check_place(target: Path) -> None:
-    """Raises if a checkpoint would replace a directory that is none.
+    """Raises if a checkpoint would replace a directory that is none, or what a link leads to.
 
     Raises:
-        LoadError: `target` is a non-empty directory without a manifest.
+        LoadError: `target` is a non-empty directory without a manifest, or a link.
     """
+    if target.is_symlink():
+        raise LoadError(
+            f"{target.name} is a link to {target.readlink()}",
+            at=str(target),
+            why="the checkpoint there would be replaced",
+            fix="pass another tag, or remove the link",
+        )
     names = [each.name for each in target.iterdir()] if target.is_dir() else []
     if names and MANIFEST not in names:
         raise LoadError(

@@ -123,9 +123,9 @@ def prepare_save(
         fix="pass the same on every rank; what belongs to a rank alone is not kept",
         error=ConfigError,
     )
-    if all_reduce_int(replica_mismatch_word(inputs.copies()), mesh.group(), mesh.device):
-        check_replicas(model, inputs.copies())
     left_out = _names_left_out(model, registry, inputs)
+    if all_reduce_int(replica_mismatch_word(inputs.copies(left_out)), mesh.group(), mesh.device):
+        check_replicas(model, inputs.copies(left_out))
     division = _assign_writers(registry, inputs.shards, left_out)
     source = {"source": {"name": registry.source.name, "digest": registry.source.digest}} if left_out else {}
     job = SaveJob(
