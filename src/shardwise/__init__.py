@@ -4,8 +4,6 @@ The names below are the whole public surface; each is documented where it is def
 so that `import shardwise` and the torch-free rooms cost nothing.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from shardwise.errors import ShardwiseError
 
-__all__ = ["ERROR_FILE", "Failure", "record"]
-
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable with the file from which torchrun and our launcher read the error of a rank."""
 

@@ -22,8 +22,6 @@ from shardwise.job.rendezvous import read_world_size
 from shardwise.topology.axes import AXES, DATA_AXES
 from shardwise.topology.shape import MeshShape
 
-__all__ = ["Mesh"]
-
 Blocks = tuple[tuple[int, ...], ...]
 
 

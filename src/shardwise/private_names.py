@@ -4,14 +4,10 @@
 `tests/guards/test_versions.py`. Who uses another one adds it here.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re
 from typing import Any
-
-__all__ = ["PRIVATE_NAMES", "has_private_name"]
 
 _IN_ALL = """
 torch.ScriptObject:_type

@@ -1,13 +1,9 @@
 """The version of Shardwise, and the versions of torch and transformers that it supports."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-
-__all__ = ["SUPPORTED", "Support", "__version__", "installed", "release_of", "warn_if_untested"]
 
 __version__ = "0.1.0"
 

@@ -1,7 +1,5 @@
 """`load` and `parallelize`: a transformers model in its split form."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,8 +21,6 @@ from shardwise.parallel.build import as_dtype
 from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Pipeline, Precision, Recompute
 from shardwise.plan.spec import Plan
 from shardwise.weights.kinds import ADAPTER_CONFIG, check_no_checkpoint
-
-__all__ = ["load", "load_by_spec", "parallelize"]
 
 
 def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's

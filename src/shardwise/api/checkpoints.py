@@ -1,7 +1,5 @@
 """`save_checkpoint` and `load_checkpoint`: the training state, saved from any layout and loaded into any other."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Mapping
@@ -22,8 +20,6 @@ from shardwise.optim.nonfinite import check_steps
 from shardwise.optim.optimizer import model_under
 from shardwise.parallel.materialize import put_tensor
 from shardwise.parameters.registry import registry_of
-
-__all__ = ["fill_model", "holds_all", "load_checkpoint", "restore", "save_checkpoint"]
 
 
 @torch.inference_mode(mode=False)  # what is made here is used again outside of it

@@ -1,7 +1,5 @@
 """Converts a checkpoint, ours or another system's, to a plain Hugging Face directory, in one process without ranks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,8 +26,6 @@ from shardwise.weights.index import CheckpointIndex
 from shardwise.weights.kinds import ADAPTER_CONFIG, NXD, OPTIMUM_NEURON, kind_of
 from shardwise.weights.neuron_files import open_nxd, open_optimum_neuron
 from shardwise.weights.write import PretrainedWriter
-
-__all__ = ["convert_to_hf", "convert_weights_to_hf", "meta_model", "open_anywhere"]
 
 _SHARD_BYTES = 5 * 10**9
 

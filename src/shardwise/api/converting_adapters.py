@@ -1,7 +1,5 @@
 """Converts adapters: from checkpoints to PEFT's format, and merged into their base, in one process without ranks."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,6 @@ from shardwise.lora.inject import inject, read_adapter_config
 from shardwise.mesh import Mesh
 from shardwise.weights.kinds import ADAPTER_CONFIG
 from shardwise.weights.staging import disk_errors
-
-__all__ = ["convert_adapter", "merge_adapter"]
 
 
 def convert_adapter(stored: StoredParts, directory: str | os.PathLike[str]) -> None:

@@ -1,7 +1,5 @@
 """`describe`: what a layout does to a model, explained before any weight is read."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Collection
@@ -24,8 +22,6 @@ from shardwise.plan.options import ParallelSpec
 from shardwise.runtime.host_masks import can_take_host_masks
 from shardwise.schedule.schedule import Schedule
 from shardwise.topology.shape import MeshShape
-
-__all__ = ["describe"]
 
 _FEW_TOKENS = (1, 16)
 MOST_TOKENS = 2**26

@@ -4,8 +4,6 @@ Only rank 0 derives rules and runs tiny models. All ranks compare the input (sha
 plan before anything is changed.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any
@@ -44,8 +42,6 @@ from shardwise.runtime.wrapping import refuse_ddp
 from shardwise.search.planning import plan_for
 from shardwise.sharding.json_form import from_json, to_json
 from shardwise.topology.shape import MeshShape
-
-__all__ = ["check_options", "complete_split", "decide", "fingerprint", "observe_labels", "open_subgroups", "prepare"]
 
 
 def prepare(given: nn.Module, mesh: Mesh, spec: ParallelSpec, *, dtype: torch.dtype | None = None) -> Registry:

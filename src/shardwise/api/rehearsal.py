@@ -38,8 +38,6 @@ from shardwise.tiny.inputs import make_batch
 from shardwise.topology.axes import AXES
 from shardwise.topology.shape import MeshShape
 
-__all__ = ["Rehearsal", "RehearsedStep"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:

@@ -43,8 +43,6 @@ from shardwise.weights.foreign import config_place, open_weights
 from shardwise.weights.index import CheckpointIndex
 from shardwise.weights.locate import HUB_OPTIONS
 
-__all__ = ["SAME_FILES", "SOURCE", "WeightSource", "build_meta", "fill_later", "split_lazily"]
-
 Place = str | os.PathLike[str]
 
 SOURCE = "_shardwise_source"

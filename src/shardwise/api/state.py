@@ -1,7 +1,5 @@
 """Exports of a split model: full state dict, full gradients, plain Hugging Face directories."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,8 +21,6 @@ from shardwise.parameters.replicas import check_replicas
 from shardwise.runtime.adapters import find_model, has_adapters
 from shardwise.runtime.same_batch import describe_steps
 from shardwise.weights.staging import disk_errors
-
-__all__ = ["export_pretrained", "full_gradients", "full_state_dict"]
 
 _ADAPTER_MODES = ("only", "with_base", "merged")
 

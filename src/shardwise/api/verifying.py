@@ -1,7 +1,5 @@
 """`verify`: proves on a tiny model and gloo ranks that a split computes the same as the unsplit model."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import os
@@ -48,8 +46,6 @@ from shardwise.tiny.objective import has_loss, loss_or_surrogate
 from shardwise.topology.axes import DATA_AXES
 from shardwise.topology.shape import MeshShape
 from shardwise.train.step import TrainStep
-
-__all__ = ["Proof", "verify"]
 
 
 def verify(

@@ -29,9 +29,6 @@ from shardwise.comm.operations import Group
 from shardwise.job.processes import end_processes
 from shardwise.mesh import Mesh
 
-__all__ = ["PendingSave", "Writer", "finish_all_saves", "join_saves", "writer_of"]
-
-
 _LONGEST = datetime.timedelta(days=1)
 _WRITERS: weakref.WeakKeyDictionary[Mesh, Writer] = weakref.WeakKeyDictionary()
 _UNFINISHED: list[PendingSave] = []

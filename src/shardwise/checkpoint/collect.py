@@ -1,7 +1,5 @@
 """Collects the content of a checkpoint on this rank: model, optimizer, scheduler, random states and values."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json
@@ -26,19 +24,6 @@ from shardwise.sharding.boxes import Box, intersect, move, slices
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.placement import OnCoords, Replicate
 from shardwise.weights.tensor_file import DTYPES, crc_of
-
-__all__ = [
-    "LocalShard",
-    "OptimizerContent",
-    "SaveInputs",
-    "collect_inputs",
-    "is_unsharded",
-    "local_shards",
-    "model_key",
-    "named_groups",
-    "slices_of",
-    "state_key",
-]
 
 
 @dataclass(frozen=True)

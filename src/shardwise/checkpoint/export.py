@@ -1,7 +1,5 @@
 """Exports a split model as a plain Hugging Face directory; `shards.py` assembles the tensors."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable, Mapping
@@ -22,8 +20,6 @@ from shardwise.parameters.registry import find_parameters, named_entries, regist
 from shardwise.parameters.replicas import check_replicas
 from shardwise.weights.conversion import has_tied_weights, plan_export, untie
 from shardwise.weights.write import PlannedShards, PretrainedWriter
-
-__all__ = ["export_bytes", "write_pretrained"]
 
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json")
 

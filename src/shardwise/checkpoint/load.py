@@ -1,7 +1,5 @@
 """Loads a checkpoint: all ranks check everything (`LoadPlan`) before any rank changes anything (`apply`)."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +22,6 @@ from shardwise.parameters.at_rest import reshard
 from shardwise.parameters.registry import Registry, local_part, registry_of
 from shardwise.parameters.source import unchanged_names
 from shardwise.sharding.reshard import Copy
-
-__all__ = ["LoadTarget", "check_same_target", "load_into", "open_on_all_ranks"]
 
 logger = logging.getLogger("shardwise.checkpoint")
 

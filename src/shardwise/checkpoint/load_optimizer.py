@@ -1,7 +1,5 @@
 """Loads states and options of an optimizer, by the names of its parameters."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,8 +16,6 @@ from shardwise.parameters.registry import Registry, local_part
 from shardwise.sharding.boxes import full_box
 from shardwise.sharding.layout import Piece
 from shardwise.sharding.reshard import Copy
-
-__all__ = ["OptimizerLoad", "saved_options"]
 
 _HOW = ("foreach", "fused", "capturable", "differentiable")
 """Options that say how an optimizer computes, not what: those it has stay."""

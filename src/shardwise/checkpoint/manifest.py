@@ -3,8 +3,6 @@
 A file is valid if the manifest confirms its size and checksum.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -20,23 +18,6 @@ from shardwise.sharding.boxes import Box
 from shardwise.sharding.json_form import from_json, to_json
 from shardwise.sharding.layout import Layout, Piece
 from shardwise.weights.tensor_file import DTYPES
-
-__all__ = [
-    "INDEX",
-    "MANIFEST",
-    "VERSION",
-    "FileFacts",
-    "Index",
-    "Manifest",
-    "Part",
-    "StoredTensor",
-    "part_name",
-    "read_file",
-    "read_index",
-    "read_manifest",
-    "write_index",
-    "write_manifest",
-]
 
 FORMAT = "shardwise-checkpoint"
 VERSION = 1

@@ -6,8 +6,6 @@ a checkpoint is loaded, each stream continues. Otherwise every rank starts a new
 its data rank: the same on every such layout, and different on each data rank.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Mapping
@@ -18,8 +16,6 @@ import torch
 from torch import Tensor
 
 from shardwise.mesh import Mesh
-
-__all__ = ["random_axes", "read_random", "restore_random"]
 
 
 def random_axes(mesh: Mesh) -> dict[str, int]:

@@ -19,8 +19,6 @@ from shardwise.sharding.layout import Piece
 from shardwise.sharding.reshard import Copy, Source, copies
 from shardwise.weights.tensor_file import crc_of
 
-__all__ = ["StoredParts", "open_checkpoint"]
-
 
 def open_checkpoint(directory: Path, *, verifies: bool = True) -> StoredParts:
     """Opens the checkpoint in `directory`: reads and checks its manifest and index.

@@ -5,16 +5,12 @@ are stored as rank 0 has them. So ranks compare only the rest. When a scheduler 
 entries are taken from the groups' options.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from shardwise.errors import LoadError
-
-__all__ = ["common_state", "state_for_groups"]
 
 _OPTIONS = {"base_lrs": "initial_lr", "_last_lr": "lr"}
 """Lists of torch's schedulers, and the option of a group that each repeats."""

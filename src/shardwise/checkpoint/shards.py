@@ -29,9 +29,6 @@ from shardwise.weights.conversion import ExportGroup
 from shardwise.weights.tensor_file import as_bytes
 from shardwise.weights.write import PlannedShards
 
-__all__ = ["Export", "ExportSelection"]
-
-
 WeightDelta = Callable[[Tensor], Tensor]
 
 

@@ -1,7 +1,5 @@
 """A directory of checkpoints: tags, locking, and deletion."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os
@@ -16,19 +14,6 @@ from shardwise.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from shardwise.errors import ConfigError, LoadError, did_you_mean
 from shardwise.weights.kinds import describe_kind
 from shardwise.weights.staging import find_asides, is_url, leftovers
-
-__all__ = [
-    "LATEST",
-    "check_place",
-    "check_tag",
-    "clean",
-    "find_tag",
-    "find_tags",
-    "list_checkpoints",
-    "lock",
-    "prune",
-    "root_of",
-]
 
 logger = logging.getLogger("shardwise.checkpoint")
 

@@ -1,7 +1,5 @@
 """Converts values of a user or a scheduler to JSON and tensors, and back, without running code when reading."""
 
-from __future__ import annotations
-
 import collections
 import math
 from collections.abc import Mapping
@@ -12,8 +10,6 @@ from torch import Tensor, nn
 
 from shardwise.errors import ConfigError, LoadError
 from shardwise.weights.tensor_file import DTYPES
-
-__all__ = ["decode_tree", "encode_tree"]
 
 _TAG = "$"
 

@@ -52,8 +52,6 @@ from shardwise.versions import __version__
 from shardwise.weights.staging import StagedDirectory, atomic_file
 from shardwise.weights.tensor_file import TensorFileWriter
 
-__all__ = ["RankReport", "SaveJob", "SaveRequest", "as_load_error", "prepare_save", "write_reported_index"]
-
 logger = logging.getLogger("shardwise.checkpoint")
 
 _SAVING = threading.Lock()

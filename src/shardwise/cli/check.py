@@ -1,7 +1,5 @@
 """`shardwise check`: lists every problem of a run before it starts."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence
@@ -11,8 +9,6 @@ from shardwise.cli.config_file import Problems, parse_config
 from shardwise.errors import counted
 from shardwise.topology.shape import MeshShape, describe_crossing
 from shardwise.train.run_config import Problem, TrainConfig
-
-__all__ = ["HELP", "add_arguments", "check_run", "run"]
 
 HELP = """\
 Check a training run without starting it, and list every problem at once:

@@ -3,8 +3,6 @@
 The keys are declared in `train/run_config.py`; pydantic checks types and bounds.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -19,16 +17,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from shardwise.errors import ConfigError, LoadError, ShardwiseError, counted, did_you_mean
 from shardwise.train.run_config import Problem, TrainConfig, check_config
-
-__all__ = [
-    "Problems",
-    "build_config",
-    "config_error",
-    "config_reference",
-    "dump_config",
-    "parse_config",
-    "read_config",
-]
 
 _RUN = TypeAdapter(TrainConfig)
 _GROUPS = {field.name for field in dataclasses.fields(TrainConfig) if field.default is dataclasses.MISSING}

@@ -1,13 +1,9 @@
 """`shardwise convert`: writes a checkpoint, or an adapter merged into its base, as a Hugging Face directory."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 
 from shardwise.errors import ConfigError
-
-__all__ = ["HELP", "add_arguments", "run"]
 
 HELP = """\
 Write the model of a checkpoint as a directory that `from_pretrained` loads, in one process and one tensor at a time.

@@ -1,7 +1,5 @@
 """The tokenizer and the rows of a run: tokenized once per machine, cached, and opened by every rank."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Callable, Iterator
@@ -27,16 +25,6 @@ from shardwise.data.rows import DocumentMasking, DocumentRows, Rows, StreamRows
 from shardwise.errors import ConfigError, LoadError, one_line
 from shardwise.train.run_config import Problem, TrainConfig
 from shardwise.weights.locate import locate_source
-
-__all__ = [
-    "build_encoder",
-    "check_records",
-    "import_datasets",
-    "load_tokenizer",
-    "open_source",
-    "prepare_rows",
-    "read_tokenizer",
-]
 
 logger = logging.getLogger("shardwise.train")
 

@@ -1,7 +1,5 @@
 """`shardwise doctor`: is this machine ready?"""
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import importlib.util
@@ -15,8 +13,6 @@ from packaging.requirements import Requirement
 
 from shardwise.private_names import PRIVATE_NAMES, has_private_name
 from shardwise.versions import SUPPORTED, installed, release_of
-
-__all__ = ["HELP", "add_arguments", "run"]
 
 HELP = """\
 Check this machine: versions (installed, oldest supported, newest tested), the private names of torch that Shardwise

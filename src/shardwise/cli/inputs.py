@@ -1,7 +1,5 @@
 """Checks what a configuration names before the run starts: files, packages, and the directories that it writes to."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect
@@ -23,18 +21,6 @@ from shardwise.plan.options import Compile
 from shardwise.train.run_config import CompilationConfig, Problem, TrainConfig
 from shardwise.weights.staging import is_url
 from shardwise.weights.write import check_target
-
-__all__ = [
-    "adapter_of",
-    "check_adapter",
-    "check_inputs",
-    "check_outputs",
-    "check_place",
-    "compilation_of",
-    "export_mode",
-    "find_optimizer",
-    "read_data_state",
-]
 
 _OWN_KEYS = ("path", "export")
 _EXPORTS = ("only", "with_base", "merged")

@@ -13,7 +13,6 @@ from shardwise.errors import LoadError, counted
 if TYPE_CHECKING:
     from shardwise.checkpoint.reader import StoredParts
 
-__all__ = ["HELP", "add_arguments", "run"]
 
 HELP = """\
 List the checkpoints of a directory, newest last, and describe the newest one (or --tag). --verify compares every file

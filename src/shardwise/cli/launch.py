@@ -4,8 +4,6 @@ Each rank runs the user's command in torchrun's environment. torchrun's own laun
 minute for the other ranks to end after a failure, whatever its shutdown_timeout says.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -22,18 +20,6 @@ from typing import NoReturn
 from shardwise.errors import RankError
 from shardwise.failure import ERROR_FILE, Failure, record
 from shardwise.ranks.process import ENDING, RankProcess, local_variables, warm
-
-__all__ = [
-    "INTERRUPTED",
-    "end_with_launcher",
-    "exit_on_terminate",
-    "is_rank",
-    "launch",
-    "leave",
-    "local_rank",
-    "prepare",
-    "record_failures",
-]
 
 INTERRUPTED = 128 + signal.SIGINT
 SECONDS_TO_SHUT_DOWN = 10

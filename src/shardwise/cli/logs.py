@@ -1,7 +1,5 @@
 """The logs of a run: a JSONL file, TensorBoard, the screen."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time
@@ -15,8 +13,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from shardwise.train.loop import StepRecord
 from shardwise.weights.staging import atomic_file
-
-__all__ = ["JsonlLog", "Screen", "TensorBoardLog"]
 
 SHOWN_STEPS = 20
 """The screen shows the mean speed of this many steps."""

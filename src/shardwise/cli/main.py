@@ -1,7 +1,5 @@
 """The `shardwise` command: the parser, and the exit codes of errors. Each subcommand has a file."""
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import os
@@ -15,8 +13,6 @@ import shardwise
 from shardwise.cli import check, convert, doctor, inspect, launch, plan, train, verify
 from shardwise.cli.config_file import config_reference
 from shardwise.errors import ShardwiseError, did_you_mean
-
-__all__ = ["command", "main"]
 
 DESCRIPTION = """\
 Train any Hugging Face model on many devices. Every split is proved to compute the same numbers as one device.

@@ -1,7 +1,5 @@
 """The model and tokenizer that a configuration names."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from typing import Any
@@ -27,8 +25,6 @@ from shardwise.plan.options import ParallelSpec, Precision
 from shardwise.probe.documents import probe_document_masking
 from shardwise.topology.shape import MeshShape
 from shardwise.train.run_config import OptimizerConfig, Problem, TrainConfig
-
-__all__ = ["build_model", "check_model", "class_of", "find_run_apart", "make_optimizer", "read_model_config", "spec_of"]
 
 logger = logging.getLogger("shardwise.train")
 

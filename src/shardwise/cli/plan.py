@@ -1,7 +1,5 @@
 """`shardwise plan`: prints what each rank holds, before anything is loaded."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from dataclasses import replace
@@ -16,8 +14,6 @@ from shardwise.schedule.drawing import describe_schedule, draw_svg
 from shardwise.schedule.timeline import chrome_trace, timeline
 from shardwise.topology.shape import MeshShape
 from shardwise.train.run_config import TrainConfig
-
-__all__ = ["HELP", "add_arguments", "add_target", "find_target", "run"]
 
 HELP = """\
 Print how a model is split: the rule for every parameter and its origin, what each rank holds, and which parameters are

@@ -36,8 +36,6 @@ from shardwise.parameters.registry import registry_of
 from shardwise.ranks.process import ENDING
 from shardwise.train.run_config import CheckpointConfig, TrainConfig
 
-__all__ = ["RunCheckpoints", "SavedRun", "check_saved", "describe_run", "find_saved_run"]
-
 _VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 
 

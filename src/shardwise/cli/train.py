@@ -1,7 +1,5 @@
 """`shardwise train`: reads the configuration, starts ranks if no launcher has, and trains."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -22,8 +20,6 @@ from shardwise.errors import ConfigError
 from shardwise.job.environment import read_slurm_environment, set_gpu_defaults
 from shardwise.topology.shape import MeshShape, describe_crossing
 from shardwise.train.run_config import TrainConfig
-
-__all__ = ["HELP", "add_arguments", "run"]
 
 SECONDS_TO_SAVE = 600
 """How long ranks may take to save after a signal; a second signal ends them at once."""

@@ -1,7 +1,5 @@
 """One rank's training run, from a configuration to an exported model."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -43,8 +41,6 @@ from shardwise.train.loop import Reporter, StepRecord, TrainingComponents, run_l
 from shardwise.train.run_config import LogConfig, TrainConfig
 from shardwise.train.step import StepResult, TrainStep
 from shardwise.weights.staging import atomic_file
-
-__all__ = ["train"]
 
 
 def train(config: TrainConfig) -> StepRecord | None:

@@ -1,14 +1,10 @@
 """`shardwise verify`: proof on a tiny model that a split computes the same numbers."""
 
-from __future__ import annotations
-
 import argparse
 import os
 
 from shardwise.cli.plan import add_target, find_target
 from shardwise.ranks.process import warm
-
-__all__ = ["HELP", "add_arguments", "run"]
 
 HELP = """\
 Build a tiny model (same architecture, few and narrow layers), run it unsplit and split over CPU ranks, and compare

@@ -2,8 +2,6 @@
 collective.
 """
 
-from __future__ import annotations
-
 import datetime
 import hashlib
 import time
@@ -24,19 +22,6 @@ from shardwise.comm.operations import (
 )
 from shardwise.errors import ConfigError, RankError, ShardwiseError
 from shardwise.failure import Failure
-
-__all__ = [
-    "Agreement",
-    "agree",
-    "agree_on",
-    "all_reduce_int",
-    "check_calls",
-    "gather_from_all",
-    "meet",
-    "raise_on_all_ranks",
-    "run_on_local_rank_0",
-    "run_serially",
-]
 
 _Result = TypeVar("_Result")
 

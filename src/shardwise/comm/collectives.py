@@ -17,8 +17,6 @@ Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transfor
 4.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,19 +38,6 @@ from shardwise.comm.operations import (
     reduce_scatter_value,
     uses_functional,
 )
-
-__all__ = [
-    "all_gather_padded",
-    "as_dtensor",
-    "copy_to_region",
-    "gather_full",
-    "gather_to_region",
-    "reduce_from_region",
-    "scale_gradient",
-    "scatter_from_region",
-    "split_full",
-    "stored_dtensor",
-]
 
 
 def copy_to_region(x: Tensor, group: Group | None) -> Tensor:

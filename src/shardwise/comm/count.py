@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["CommunicationCount", "Traffic"]
-
 # Operation to (what it is called here, which argument holds the tensors that say its size). Plain tensors are
 # communicated by c10d operations, DTensors by the functional ones, which do not pass through the former on their way.
 _OPERATIONS = {

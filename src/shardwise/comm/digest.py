@@ -1,13 +1,9 @@
 """Digest that compares tensors between ranks or over time."""
 
-from __future__ import annotations
-
 import functools
 
 import torch
 from torch import Tensor
-
-__all__ = ["tensor_digest"]
 
 _ROW = 4093  # a prime, and no size of a dim: rows that change places change the sums of columns
 

@@ -1,7 +1,5 @@
 """Communication without autograd, on any process group, including simulated ones."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,27 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-__all__ = [
-    "Group",
-    "all_gather_later",
-    "all_gather_list",
-    "all_gather_objects",
-    "all_gather_single",
-    "all_gather_value",
-    "all_reduce_",
-    "all_reduce_value",
-    "broadcast_",
-    "broadcast_object",
-    "functional_collectives",
-    "gather_objects",
-    "host_device",
-    "receive_",
-    "reduce_scatter_single",
-    "reduce_scatter_value",
-    "send",
-    "uses_functional",
-]
 
 _FUNCTIONAL: ContextVar[bool] = ContextVar("functional_collectives", default=False)
 

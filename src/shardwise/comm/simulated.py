@@ -19,8 +19,6 @@ from torch import Tensor
 
 from shardwise.errors import RankError
 
-__all__ = ["LoneGroup", "SimulatedGroup", "run_ranks"]
-
 Result = TypeVar("Result")
 
 

@@ -1,7 +1,5 @@
 """Forward and backward of one batch by any split model, including hand-written ones that compute their own loss."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,8 +20,6 @@ from shardwise.runtime.adapters import find_model
 from shardwise.schedule.schedule import Schedule
 from shardwise.topology.axes import DATA_AXES
 from shardwise.train.step import TrainStep
-
-__all__ = ["BatchRunner", "add_runners"]
 
 
 class BatchRunner:

@@ -1,11 +1,7 @@
 """Warns once about arguments that are accepted and have no effect."""
 
-from __future__ import annotations
-
 import functools
 import warnings
-
-__all__ = ["CompatWarning", "warn_idle"]
 
 
 class CompatWarning(UserWarning):

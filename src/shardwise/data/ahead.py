@@ -10,8 +10,6 @@ from torch import Tensor
 
 from shardwise.data.packing import PackedBatches
 
-__all__ = ["DeviceBatch", "PrefetchLoader", "send"]
-
 
 class DeviceBatch(dict[str, Any]):
     """A batch on the host, where targets are counted, and its copy on the device.

@@ -1,7 +1,5 @@
 """Batches of a training step: checks, division of rows, and counts of targets."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,25 +17,6 @@ from shardwise.errors import BatchError, UnsupportedError, counted
 from shardwise.loss.label_use import shifts_labels
 from shardwise.plan.token_work import TokenWork
 from shardwise.runtime.adapters import find_model
-
-__all__ = [
-    "IGNORED",
-    "Count",
-    "TargetWeights",
-    "Weight",
-    "batch_norms",
-    "check_batch",
-    "check_divides",
-    "check_rows",
-    "count_targets",
-    "find_uneven_targets",
-    "flops_of",
-    "make_up_targets",
-    "refuse_batch_norm",
-    "split_rows",
-    "target_names",
-    "targets_of",
-]
 
 Count = int | Tensor
 """Targets: a number, or an int64 scalar that is still on the device."""

@@ -1,15 +1,11 @@
 """Configuration of a run's data: the keys `data` and `evaluation` of its file."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, PositiveInt
-
-__all__ = ["DataConfig", "EvaluationConfig", "Place", "Problem", "check_data", "held_out", "patterns_of", "rows_of"]
 
 TEXT_PATTERNS = ("**/*.txt", "**/*.md", "**/*.rst", "**/*.py", "**/*.jsonl")
 RECORD_PATTERNS = ("**/*.jsonl",)

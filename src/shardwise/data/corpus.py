@@ -1,7 +1,5 @@
 """Text for training: finds files and data sets, and reads them piece by piece."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,18 +9,6 @@ from typing import Any, Generic, TypeVar
 
 from shardwise.errors import ConfigError, LoadError, did_you_mean
 from shardwise.weights.staging import disk_errors
-
-__all__ = [
-    "DataSource",
-    "Encoder",
-    "dataset_source",
-    "digest",
-    "file_source",
-    "find_files",
-    "json_lines",
-    "read_files",
-    "text_batches",
-]
 
 PIECE_CHARS = 1 << 20
 """A larger text file is encoded in pieces of about this size, cut at line ends, so that memory stays bounded."""

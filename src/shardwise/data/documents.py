@@ -7,8 +7,6 @@ file depends neither on the row length nor on the kind of rows, so one file serv
 is a digest of everything that determines its content.
 """
 
-from __future__ import annotations
-
 import struct
 import zlib
 from array import array
@@ -23,8 +21,6 @@ from numpy.typing import NDArray
 from shardwise.data.corpus import DataSource, Encoder, digest, text_batches
 from shardwise.errors import LoadError
 from shardwise.weights.staging import atomic_file, disk_errors
-
-__all__ = ["Document", "Documents", "documents_path", "read_documents", "text_documents", "write_documents"]
 
 VERSION = 1
 TOKEN_TYPE = np.dtype("<u4")

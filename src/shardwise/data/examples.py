@@ -8,8 +8,6 @@ prefixes of the first, the text between them is the message and its end token. T
 others follow are not supported.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,8 +20,6 @@ from shardwise.data.corpus import digest
 from shardwise.data.documents import Document
 from shardwise.data.records import Record
 from shardwise.errors import ConfigError, LoadError, ShardwiseError, did_you_mean
-
-__all__ = ["ExampleEncoder", "build_example_encoder", "encode_examples"]
 
 _BATCH = 256
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")

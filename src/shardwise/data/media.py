@@ -1,7 +1,5 @@
 """Images, videos and sound of a batch: assigns them to the batch's rows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,8 +8,6 @@ from torch import Tensor, nn
 
 from shardwise.errors import BatchError
 from shardwise.runtime.adapters import find_model
-
-__all__ = ["Runs", "divide_media", "is_medium"]
 
 Runs = Mapping[str, list[slice]]
 """For each part of a batch the first dim's run of a tensor, by the tensor's name."""

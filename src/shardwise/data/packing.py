@@ -1,7 +1,5 @@
 """Batches of rows for every data rank, in an order that depends only on the seed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,8 +8,6 @@ from numpy.typing import NDArray
 
 from shardwise.data.rows import Rows
 from shardwise.errors import ConfigError, counted
-
-__all__ = ["PackedBatches"]
 
 
 class PackedBatches:

@@ -1,7 +1,5 @@
 """Records of fine-tuning data: objects from .jsonl files or a data set."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +7,6 @@ from typing import Any
 
 from shardwise.data.corpus import DataSource, digest, json_lines, read_files
 from shardwise.errors import LoadError
-
-__all__ = ["Record", "dataset_records", "file_records"]
 
 
 @dataclass(frozen=True)

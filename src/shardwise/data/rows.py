@@ -8,8 +8,6 @@ first token of a document is no target, because the token before it belongs to a
 tests whether a model keeps documents apart.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,8 +21,6 @@ from torch import Tensor
 from shardwise.data.batch import IGNORED
 from shardwise.data.documents import Documents
 from shardwise.errors import BatchError
-
-__all__ = ["DocumentMasking", "DocumentRows", "PackedRows", "Rows", "StreamRows", "pack_documents", "segment_inputs"]
 
 DocumentMasking = Literal["padded", "padded without mask", "positions", "mask"]
 """What keeps documents apart: a row each (with a mask of the padding, where the model takes one), or in packed rows

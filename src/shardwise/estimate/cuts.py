@@ -7,8 +7,6 @@ router chooses, but all are held. So a head costs twice as much as the embedding
 are integers, so every rank finds the same cuts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -22,17 +20,6 @@ from shardwise.plan.structure import ModelFacts, parent_of, upwards
 from shardwise.schedule.build import build_schedule
 from shardwise.schedule.schedule import Schedule
 from shardwise.topology.shape import MeshShape
-
-__all__ = [
-    "balance",
-    "check_layers",
-    "check_pipeline",
-    "cut",
-    "experts_of",
-    "fewest_microbatches",
-    "schedule_for",
-    "smallest_schedule",
-]
 
 Cost = Callable[[int, int], int]
 """What a stage costs that begins with one segment and ends before another."""

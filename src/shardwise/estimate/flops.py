@@ -1,7 +1,5 @@
 """Floating-point operations: cost of a token in a model, and peak rates of devices."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -9,8 +7,6 @@ from collections.abc import Collection, Iterator, Mapping
 from shardwise.estimate.cuts import experts_of
 from shardwise.plan.structure import Heads, ModelFacts, parent_of, upwards
 from shardwise.plan.token_work import TokenWork
-
-__all__ = ["count_work", "peak_flops"]
 
 _PEAK_TFLOPS = (
     ("B300", 2250.0),

@@ -1,7 +1,5 @@
 """Bytes that a rank holds in training, from layouts alone; and descriptions of pipeline ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,8 +12,6 @@ from shardwise.schedule.schedule import Schedule
 from shardwise.schedule.timeline import timeline
 from shardwise.sharding.boxes import shape_of
 from shardwise.sharding.layout import Layout
-
-__all__ = ["ActivationBytes", "StateBytes", "describe_stages", "mib", "schedule_of", "state_bytes"]
 
 
 @dataclass(frozen=True, kw_only=True)

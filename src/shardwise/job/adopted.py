@@ -1,7 +1,5 @@
 """Converts meshes and process groups of another library to one of our layouts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,8 +10,6 @@ from torch import Tensor
 from shardwise.errors import MeshError, did_you_mean
 from shardwise.topology.axes import AXES, SIZE_NAMES
 from shardwise.topology.shape import MeshShape
-
-__all__ = ["Foreign", "read_device_mesh", "read_groups"]
 
 Foreign = tuple[MeshShape, list[int], dict[tuple[str, ...], dist.ProcessGroup]]
 """The shape in our axes, the global ranks that fill it in order, and this rank's groups along axes of several ranks."""

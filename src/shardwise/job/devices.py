@@ -1,7 +1,5 @@
 """The device of a rank, and the check that ranks over NCCL do not share a card."""
 
-from __future__ import annotations
-
 import os
 import socket
 
@@ -10,8 +8,6 @@ import torch.distributed as dist
 
 from shardwise.errors import MeshError, counted
 from shardwise.job.rendezvous import RankAddress
-
-__all__ = ["DEVICE_VARIABLE", "check_own_cards", "pick_device"]
 
 DEVICE_VARIABLE = "SHARDWISE_DEVICE"
 """Environment variable with the default device of ranks: `cpu`, `cuda`, `cuda:0`."""

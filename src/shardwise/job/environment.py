@@ -1,14 +1,10 @@
 """The environment of ranks: tasks of Slurm as ranks (`srun -n 8 shardwise train run.yaml`), and defaults on GPUs."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import MutableMapping
 
 from shardwise.errors import MeshError
-
-__all__ = ["GPU_DEFAULTS", "read_slurm_environment", "set_gpu_defaults"]
 
 _FIRST_PORT, _NUM_PORTS = 12_000, 20_000
 """Below the ports that systems use for outgoing connections."""

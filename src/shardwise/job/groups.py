@@ -1,7 +1,5 @@
 """Process groups along the axes of a mesh."""
 
-from __future__ import annotations
-
 import datetime
 import signal
 from collections.abc import Mapping, Sequence
@@ -11,17 +9,6 @@ import torch.distributed as dist
 from shardwise.errors import MeshError
 from shardwise.topology.axes import AXES, DATA_AXES, SAME_ROWS_AXES
 from shardwise.topology.shape import MeshShape
-
-__all__ = [
-    "Groups",
-    "end_process_groups",
-    "make_groups",
-    "new_group",
-    "new_group_of_one",
-    "ranks_along",
-    "wide_axes",
-    "world_group",
-]
 
 Groups = dict[tuple[str, ...], dist.ProcessGroup]
 """Process groups of this rank by their axes; axes of size 1 are left out."""

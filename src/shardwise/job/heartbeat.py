@@ -29,8 +29,6 @@ import torch.distributed as dist
 from shardwise.errors import RankError, ShardwiseError
 from shardwise.job.rendezvous import RankAddress, call_with_timeout, shown_ranks
 
-__all__ = ["Beat", "Heartbeat", "diagnose", "find_place"]
-
 BEAT_SECONDS = 2.0
 QUIET_BEATS = 3
 """A rank is missing when this many of its beats have not come."""

@@ -7,8 +7,6 @@ about one run in forty that ended within that moment ended with SIGABRT. So a pr
 before it ends.
 """
 
-from __future__ import annotations
-
 import atexit
 import datetime
 import sys
@@ -20,8 +18,6 @@ import torch.distributed as dist
 from shardwise.job.devices import check_own_cards
 from shardwise.job.heartbeat import Heartbeat
 from shardwise.job.rendezvous import read_address, rendezvous
-
-__all__ = ["current_heartbeat", "end_processes", "start_processes"]
 
 _SECONDS_TO_LET_GO = 0.1
 

@@ -3,8 +3,6 @@
 torch itself says nothing before the timeout, and waits for ever if another program listens on the port.
 """
 
-from __future__ import annotations
-
 import datetime
 import functools
 import logging
@@ -20,17 +18,6 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from shardwise.errors import MeshError
-
-__all__ = [
-    "RankAddress",
-    "call_with_timeout",
-    "is_launched",
-    "read_address",
-    "read_rank",
-    "read_world_size",
-    "rendezvous",
-    "shown_ranks",
-]
 
 FIRST_NOTICE_SECONDS = 10.0
 """Seconds until the first warning that names missing ranks; each next one comes after twice the time."""

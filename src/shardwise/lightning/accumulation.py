@@ -8,16 +8,12 @@ batch, and the accumulated gradient is multiplied by one factor before the step.
 targets, both are 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from shardwise.optim.summing import multiply_gradients
-
-__all__ = ["Window"]
 
 
 class Window:

@@ -4,8 +4,6 @@
 `shardwise.load_checkpoint("runs", "step=10.ckpt", model=model)` reads it too.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +16,6 @@ from shardwise.api.checkpoints import load_checkpoint, save_checkpoint
 from shardwise.checkpoint.manifest import MANIFEST
 from shardwise.comm.operations import broadcast_object
 from shardwise.errors import LoadError, UnsupportedError, counted
-
-__all__ = ["SavesParts"]
 
 _TENSORS = ("state_dict", "optimizer_states")
 

@@ -1,7 +1,5 @@
 """Rows of each rank: ranks of one data rank read the same rows, and all data ranks read equally many batches."""
 
-from __future__ import annotations
-
 import functools
 import os
 import warnings
@@ -16,8 +14,6 @@ from shardwise.comm.agree import all_reduce_int
 from shardwise.comm.operations import all_gather_objects
 from shardwise.errors import BatchError, counted
 from shardwise.mesh import Mesh
-
-__all__ = ["end_together", "seed_workers"]
 
 
 def seed_workers(loader: DataLoader[Any], mesh: Mesh) -> None:

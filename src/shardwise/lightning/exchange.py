@@ -1,7 +1,5 @@
 """Communication for Lightning: values along the data axes, objects and decisions over all ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist
@@ -13,8 +11,6 @@ from shardwise.comm.collectives import gather_to_region
 from shardwise.comm.operations import broadcast_object
 from shardwise.mesh import Mesh
 from shardwise.topology.axes import DATA_AXES
-
-__all__ = ["Exchanges"]
 
 
 class Exchanges(ParallelStrategy):

@@ -8,8 +8,6 @@ The gradient is this rank's share of that mean. A LightningModule may log it, re
 knowing about ranks.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -27,8 +25,6 @@ from shardwise.parameters.registry import Registry, registry_of
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.linear import apply_mixin
 from shardwise.topology.axes import DATA_AXES
-
-__all__ = ["LossHooks"]
 
 _HOOKS = "_shardwise_loss_hooks"
 

@@ -1,7 +1,5 @@
 """Models in a LightningModule: finds them, splits them, and gives them one loss for all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,8 +19,6 @@ from shardwise.parameters.registry import entry_of, is_split, registry_of
 from shardwise.plan.options import ParallelSpec
 from shardwise.runtime.adapters import find_model, has_adapters
 from shardwise.topology.shape import MeshShape
-
-__all__ = ["SplitModels", "check_callbacks", "note_spec"]
 
 _SPEC = "_shardwise_lightning_spec"
 

@@ -1,7 +1,5 @@
 """Precision plugin: clips by the norm over all ranks, and converts Lightning's precision flags to a `Precision`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -12,8 +10,6 @@ from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.parameters.registry import local_part
 from shardwise.plan.options import Precision
-
-__all__ = ["ShardwisePrecision", "read_precision"]
 
 _MEANING = {
     "bf16-mixed": Precision(),

@@ -1,7 +1,5 @@
 """Ranks that Lightning has started: checks the layout, and opens the mesh."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
@@ -11,8 +9,6 @@ import torch.distributed as dist
 from shardwise.errors import MeshError, counted
 from shardwise.mesh import Mesh
 from shardwise.topology.shape import MeshShape
-
-__all__ = ["check_devices", "open_mesh"]
 
 _BEGUN: list[MeshShape] = []
 """Of the meshes by which strategies have had the ranks of this job meet: what runs later in them is theirs, too."""

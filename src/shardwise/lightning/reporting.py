@@ -1,13 +1,9 @@
 """Progress bars and loggers of a run: rank 0 alone shows and writes, with the loss of all ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
-
-__all__ = ["ShardwiseRichProgressBar", "ShardwiseTQDMProgressBar", "ShardwiseTensorBoardLogger"]
 
 
 class _WithLoss:

@@ -1,7 +1,5 @@
 """`ShardwiseStrategy`: the interface between a Lightning Trainer and the ranks of a layout."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,8 +27,6 @@ from shardwise.optim.summing import multiply_gradients, time_reduction
 from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Pipeline, Precision, Recompute
 from shardwise.plan.spec import Plan
 from shardwise.topology.shape import MeshShape
-
-__all__ = ["ShardwiseStrategy"]
 
 
 class ShardwiseStrategy(SavesParts, Exchanges):

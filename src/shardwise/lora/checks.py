@@ -1,7 +1,5 @@
 """Checks of PEFT features that cannot be split: adapters with shared parameters, and prompts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn
@@ -10,8 +8,6 @@ from shardwise.errors import PlanError
 from shardwise.plan.decision import SplitPlan
 from shardwise.runtime.adapters import find_model, is_adapter, is_saved_copy, unwrapped
 from shardwise.topology.shape import MeshShape
-
-__all__ = ["check_adapters", "check_prompts"]
 
 _OF_HEADS = ("PREFIX_TUNING", "CARTRIDGE")
 """Kinds of prompts, in PEFT's words, that are keys and values of every head."""

@@ -1,7 +1,5 @@
 """Adapter files in PEFT's format, read and written, the same for every layout."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -26,16 +24,6 @@ from shardwise.plan.structure import fqn_of
 from shardwise.runtime.adapters import find_model
 from shardwise.weights.kinds import ADAPTER_CONFIG
 from shardwise.weights.staging import atomic_file
-
-__all__ = [
-    "adapter_companions",
-    "adapter_config_text",
-    "adapter_state",
-    "load_adapter_weights",
-    "stored_names",
-    "write_adapter_files",
-]
-
 
 _PREFIX = "base_model.model."
 

@@ -1,7 +1,5 @@
 """Adds adapters to an unsplit meta model, with PEFT."""
 
-from __future__ import annotations
-
 import copy
 import os
 import warnings
@@ -17,8 +15,6 @@ from shardwise.lora.library import peft
 from shardwise.lora.wrapper import named_biases
 from shardwise.plan.options import check_kind
 from shardwise.weights.locate import locate_source
-
-__all__ = ["inject", "inject_alike", "named_targets", "read_adapter_config"]
 
 _PLAIN_INITS = (True, False, "gaussian", "orthogonal")
 

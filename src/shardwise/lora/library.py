@@ -1,13 +1,9 @@
 """Imports the optional `peft` library on demand."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 
 from shardwise.errors import ConfigError
-
-__all__ = ["peft"]
 
 
 def peft() -> Any:

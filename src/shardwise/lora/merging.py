@@ -1,7 +1,5 @@
 """Merges adapters into weights for exports, from full tensors, so that the result is the same for every layout."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -16,8 +14,6 @@ from shardwise.parameters.registry import entries_of, find_parameters, registry_
 from shardwise.plan.structure import fqn_of
 from shardwise.runtime.adapter_facts import places_in
 from shardwise.runtime.adapters import find_model, is_adapter, is_saved_copy, unwrapped
-
-__all__ = ["Merger", "base_tensors"]
 
 WeightDelta = Callable[[Tensor], Tensor]
 

@@ -1,7 +1,5 @@
 """PEFT's wrapper around a split model: corrects or refuses methods that need full tensors."""
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -12,8 +10,6 @@ from shardwise.parameters.canonical import names_only
 from shardwise.parameters.registry import Registry
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.linear import apply_mixin
-
-__all__ = ["guard_wrapper", "named_biases"]
 
 _BY_ENTRY = ("linear", "cat")
 """Ways to combine adapters in which an entry of the new A or B is made of the same entry of the others."""

@@ -24,15 +24,6 @@ from shardwise.comm.operations import all_gather_single
 from shardwise.runtime.axis import Axis
 from shardwise.runtime.checks import check_index
 
-__all__ = [
-    "CHUNK_ELEMENTS",
-    "Head",
-    "LossOptions",
-    "cross_entropy_of_parts",
-    "head_cross_entropy",
-    "split_cross_entropy",
-]
-
 CHUNK_ELEMENTS = 2**26
 """Logits that are made at a time where they are not needed together: 256 MiB in float32."""
 

@@ -30,8 +30,6 @@ from shardwise.loss.logits import attribute_of
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.linear import apply_mixin
 
-__all__ = ["DeferredLogits", "apply_deferral", "dropped_output", "go_on", "make"]
-
 _STEPS = frozenset({"float", "to", "type", "mul", "div", "true_divide", "tanh", "add", "sub", "clamp", "sigmoid"})
 """What is done element by element, with numbers alone, gives floating-point values, and writes into nothing."""
 

@@ -1,7 +1,5 @@
 """The output embedding (head) with logits split over the vocabulary."""
 
-from __future__ import annotations
-
 from typing import Any
 from weakref import WeakSet
 
@@ -20,8 +18,6 @@ from shardwise.runtime.context import SplitContext
 from shardwise.runtime.modes import refuse_compiled
 from shardwise.runtime.outputs import map_fields
 from shardwise.runtime.same_batch import check_same_batch
-
-__all__ = ["install_head", "install_loss", "install_side_outputs"]
 
 # Values replicated inside a region that leave it another way than through its edge.
 _SIDE_OUTPUTS = ("router_logits", "encoder_router_logits", "decoder_router_logits")

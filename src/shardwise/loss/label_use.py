@@ -1,7 +1,5 @@
 """Use of labels in causal language models: which label a position is compared with, and whether logits depend on it."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass
 
@@ -13,19 +11,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from shardwise.errors import UnsupportedError
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.arguments import Arguments, edit_arguments
-
-__all__ = [
-    "LabelUse",
-    "check_label_use",
-    "check_model_divides",
-    "claims_to_shift",
-    "label_use_of",
-    "may_divide",
-    "may_shift",
-    "note_label_use",
-    "says_nothing",
-    "shifts_labels",
-]
 
 _ATTRIBUTE = "_shardwise_label_use"
 

@@ -28,8 +28,6 @@ from shardwise.comm.agree import meet
 from shardwise.comm.collectives import gather_full
 from shardwise.runtime.context import SplitContext
 
-__all__ = ["SplitLogits", "as_logits", "attribute_of", "only_asks", "takes_data"]
-
 _NUMBERS = itertools.count(1)
 
 _ASKING = frozenset(

@@ -4,8 +4,6 @@
 from the head to the end of the forward, intercepts that call and computes it from the local parts.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
@@ -20,8 +18,6 @@ from shardwise.loss.cross_entropy import LossOptions, split_cross_entropy
 from shardwise.loss.deferred_logits import DeferredLogits, go_on, make
 from shardwise.loss.logits import SplitLogits, as_logits
 from shardwise.runtime.context import SplitContext
-
-__all__ = ["SplitLossMode"]
 
 logger = logging.getLogger("shardwise.loss")
 

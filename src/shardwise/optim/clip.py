@@ -1,7 +1,5 @@
 """Gradient norms and clipping over every rank that holds a part."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 
@@ -21,8 +19,6 @@ from shardwise.parameters.registry import (
     local_part,
     registry_of,
 )
-
-__all__ = ["clip_grad_norm_"]
 
 
 def clip_grad_norm_(

@@ -5,8 +5,6 @@ matrix: its spectrum (Muon), its rows and columns (Adafactor), its norm (LAMB), 
 would compute another update on every rank.
 """
 
-from __future__ import annotations
-
 import inspect
 import weakref
 from collections.abc import Mapping, Sequence
@@ -19,8 +17,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from shardwise.errors import UnsupportedError
 from shardwise.optim.plain_step import class_of
 from shardwise.parameters.registry import DataHandling, ParameterEntry, entry_of
-
-__all__ = ["check_optimizer"]
 
 _ELEMENTWISE = (
     *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam),

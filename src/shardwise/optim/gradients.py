@@ -45,8 +45,6 @@ from shardwise.parameters.registry import (
 )
 from shardwise.runtime.wrapping import refuse_wrapped
 
-__all__ = ["Gradients", "LossScale", "gradients_of", "track_gradients"]
-
 _ATTRIBUTE = "_shardwise_gradients"
 _WATCHED = "_shardwise_watched"
 

@@ -1,13 +1,9 @@
 """Asynchronous copies from the device to the host."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
-
-__all__ = ["HostCopy"]
 
 
 class HostCopy:

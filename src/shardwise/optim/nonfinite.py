@@ -8,8 +8,6 @@ host learns of it, the weights are still those before the bad step. Other optimi
 step; undoing their updates would need a copy of parameters and states before every step (docs/decisions/0031).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 
@@ -22,8 +20,6 @@ from shardwise.optim.gradients import Gradients, gradients_of
 from shardwise.optim.host_copy import HostCopy
 from shardwise.optim.plain_step import can_skip_on_device, skip_step_on_device
 from shardwise.parameters.registry import local_part
-
-__all__ = ["check_finite_before_step", "check_steps"]
 
 
 def check_finite_before_step(model: nn.Module, gradients: Gradients, optimizer: torch.optim.Optimizer) -> None:

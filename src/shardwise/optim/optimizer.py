@@ -1,7 +1,5 @@
 """Optimizers of split models: any torch optimizer class, over this rank's parts."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import weakref
@@ -23,8 +21,6 @@ from shardwise.parameters.registry import canonical_entries, entry_of, registry_
 from shardwise.plan.match import match
 from shardwise.plan.options import check_kind
 from shardwise.runtime.fsdp_internals import gathered_parameters
-
-__all__ = ["build_optimizer", "divided_groups", "groups_of", "local_state_of", "watch_optimizers"]
 
 _MODEL = "_shardwise_model"
 KNOWN = "_shardwise_known"

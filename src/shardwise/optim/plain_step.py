@@ -4,8 +4,6 @@ An operation on `DTensor`s costs Python time for every tensor. Elementwise optim
 a step gets the local parts. Groups and states keep parameters and tensors of their form.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,8 +12,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.parameters.registry import LocalGradient, entry_of, local_part
-
-__all__ = ["can_skip_on_device", "class_of", "inner_of", "skip_step_on_device", "stepping_class", "with_fused"]
 
 _HOW = ("foreach", "fused", "capturable", "differentiable")
 

@@ -1,7 +1,5 @@
 """Sums that complete gradients over tp, the data axes and stages, and the timing of FSDP2's reductions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
@@ -15,15 +13,6 @@ from shardwise.mesh import Mesh
 from shardwise.parameters.registry import DataHandling, ParameterEntry, Registry, entry_of, local_part
 from shardwise.plan.rule import UNREACHED
 from shardwise.topology.axes import DATA_AXES
-
-__all__ = [
-    "average_gradients",
-    "complete_gradients",
-    "multiply",
-    "multiply_gradients",
-    "scale_back_to_partial",
-    "time_reduction",
-]
 
 Value = TypeVar("Value")
 

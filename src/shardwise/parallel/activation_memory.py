@@ -19,8 +19,6 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.estimate.memory import ActivationBytes
 
-__all__ = ["MemoryCount", "PeakCount"]
-
 _FORETELL = getattr(getattr(ShardingPropagator, "_propagate_tensor_meta_non_cached", None), "__code__", None)
 
 _Storages = weakref.WeakValueDictionary[int, torch.UntypedStorage]

@@ -5,8 +5,6 @@ PEFT merges adapters by addition and unmerges them by subtraction, which leaves 
 weight is kept and restored. It costs no memory while it is still mapped from its file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NoReturn, cast
 
@@ -28,8 +26,6 @@ from shardwise.runtime.modes import has_dropout
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Replicate, Split
 from shardwise.topology.axes import DATA_AXES
-
-__all__ = ["apply_adapters"]
 
 
 def apply_adapters(model: nn.Module, registry: Registry) -> None:

@@ -1,7 +1,5 @@
 """Splits a model in a fixed order: first all checks, then all edits."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -33,8 +31,6 @@ from shardwise.runtime.modes import has_dropout
 from shardwise.runtime.wrapping import check_unwrapped
 from shardwise.topology.axes import UNSERVED_AXES
 from shardwise.topology.shape import MeshShape
-
-__all__ = ["EDITS", "Edit", "Job", "apply_edits", "apply_plan", "check_axes", "check_unsplit"]
 
 
 @dataclass(frozen=True, kw_only=True)

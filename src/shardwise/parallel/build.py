@@ -1,7 +1,5 @@
 """Builds a transformers model on the meta device from a directory, a hub id or a config."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,16 +14,6 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from shardwise.errors import ConfigError, LoadError, UnsupportedError, one_line
 from shardwise.weights.kinds import check_no_checkpoint
 from shardwise.weights.locate import HUB_OPTIONS, locate_source
-
-__all__ = [
-    "as_dtype",
-    "build_meta_model",
-    "model_class_of",
-    "named_class",
-    "num_positions",
-    "read_config",
-    "read_generation_config",
-]
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -5,8 +5,6 @@ if a block is recomputed. `torch.compile` would compile every layer separately, 
 between layers.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 
@@ -17,8 +15,6 @@ from transformers import PreTrainedModel
 from shardwise.errors import ConfigError
 from shardwise.runtime.arguments import Arguments, edit_arguments
 from shardwise.runtime.positions import leave_out_cache
-
-__all__ = ["train_without_cache"]
 
 
 def train_without_cache(model: nn.Module, *, recomputes: bool) -> None:

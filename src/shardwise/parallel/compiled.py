@@ -7,8 +7,6 @@ all layers of one class share one compiled function. State of the forward that r
 layer is entered, because recomputed code must not write.
 """
 
-from __future__ import annotations
-
 import functools
 import types
 from collections.abc import Callable, Iterator
@@ -26,8 +24,6 @@ from shardwise.plan.options import Compile, check_choice
 from shardwise.plan.structure import outermost_layers
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.linear import apply_mixin
-
-__all__ = ["apply_compilation", "check_compilation"]
 
 _REFUSES_NOTES = Version(torch.__version__) < Version("2.13")
 """Whether torch takes for an effect what a recomputed region notes about its forward and takes back when it ends."""

@@ -21,8 +21,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-__all__ = ["Construction"]
-
 _FROM_DATA = (torch.tensor, torch.as_tensor)
 """Functions that leave no trace below Python when they copy data to the meta device."""
 

@@ -15,8 +15,6 @@ from shardwise.plan.match import match, star_numbers
 from shardwise.plan.structure import parent_of, upwards
 from shardwise.weights.conversion import Resolution
 
-__all__ = ["Allowed", "check_coverage"]
-
 logger = logging.getLogger("shardwise.load")
 
 MOST_NAMES = 8

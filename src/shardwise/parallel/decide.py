@@ -1,7 +1,5 @@
 """Resolves rules for all axes of the mesh, before the model is changed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import nn
@@ -19,8 +17,6 @@ from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
 from shardwise.runtime.norm import recognise_norm
 from shardwise.topology.shape import MeshShape
-
-__all__ = ["decide_split"]
 
 
 def decide_split(

@@ -1,7 +1,5 @@
 """Chooses the rules for a model: the user's, on corrections for the model family, on the model's own plan."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import nn
@@ -11,8 +9,6 @@ from shardwise.plan.families import CORRECTIONS
 from shardwise.plan.rule import ParameterRule
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
-
-__all__ = ["AUTOMATIC", "declared_plan", "read_request", "vocabulary_plan"]
 
 AUTOMATIC = ("auto", "declared", "derived")
 

@@ -3,8 +3,6 @@
 Head counts are read from each attention module, so layers may differ in heads.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Iterable
@@ -28,19 +26,6 @@ from shardwise.plan.structure import (
 from shardwise.runtime.adapter_facts import places_in, read_adapters
 from shardwise.runtime.adapters import unwrapped
 from shardwise.runtime.arguments import argument_names
-
-__all__ = [
-    "KEY_VALUE_HEAD_NAMES",
-    "QUERY_HEAD_NAMES",
-    "counts_of",
-    "find_conditional_layers",
-    "is_of_transformers",
-    "names_read",
-    "output_head",
-    "read_facts",
-    "read_stacks",
-    "read_windows",
-]
 
 # Where attention modules keep their counts. Names are the field's; values decide (see `_heads`).
 QUERY_HEAD_NAMES = ("num_heads", "num_attention_heads", "n_heads", "n_head")

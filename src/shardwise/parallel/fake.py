@@ -1,7 +1,5 @@
 """Models on fake tensors, which have shapes but no values, so that a model of any size runs without memory."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +10,6 @@ from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-
-__all__ = ["FakeTensorCorrections", "fake_tensors", "materialize_fake"]
 
 
 @contextmanager

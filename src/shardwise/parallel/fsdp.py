@@ -4,8 +4,6 @@
 of a rank is its own FSDP2 root, because torch's runtime gathers and reduces everything below one root at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
@@ -30,8 +28,6 @@ from shardwise.runtime.fsdp_internals import (
     run_as_root,
     units_of,
 )
-
-__all__ = ["StageRoot", "apply_data_parallelism", "check_data_parallelism"]
 
 Unit = tuple[nn.Module, ...]
 Units = Mapping[tuple[str, ...], Unit]

@@ -1,7 +1,5 @@
 """Sets head counts on attention modules to the number of this rank's heads."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any, cast
@@ -12,8 +10,6 @@ from shardwise.parallel.facts import KEY_VALUE_HEAD_NAMES, QUERY_HEAD_NAMES, nam
 from shardwise.plan.decision import ParameterPlan
 from shardwise.plan.structure import Heads, parent_of
 from shardwise.sharding.placement import Split
-
-__all__ = ["LocalConfig", "apply_expert_widths", "apply_local_attributes", "apply_local_heads"]
 
 logger = logging.getLogger("shardwise.plan")
 

@@ -1,7 +1,5 @@
 """Loads weights: each rank reads exactly its parts of a Hugging Face checkpoint into a split meta model."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math
@@ -22,8 +20,6 @@ from shardwise.sharding.layout import Layout
 from shardwise.weights.conversion import Resolution, resolve_keys
 from shardwise.weights.index import CheckpointIndex
 from shardwise.weights.lazy import LazyTensor
-
-__all__ = ["find_weights", "load_weights"]
 
 logger = logging.getLogger("shardwise.load")
 

@@ -5,8 +5,6 @@ A module's tensors are made unsplit, one module at a time, before each rank keep
 construction]). So the values depend only on the seed.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
 
@@ -21,15 +19,6 @@ from shardwise.parameters.canonical import local_tensor
 from shardwise.parameters.registry import Registry, attach_entry
 from shardwise.plan.structure import fqn_of
 from shardwise.runtime.adapter_facts import Place, names_in_base, places_in
-
-__all__ = [
-    "attributes_of",
-    "draw_values",
-    "initialize_attributes",
-    "initialize_missing",
-    "put_tensor",
-    "record_missing",
-]
 
 
 def put_tensor(model: nn.Module, registry: Registry, fqn: str, value: Tensor) -> None:

@@ -1,7 +1,5 @@
 """Mixed precision without FSDP2; see [Note: cast where it is read] in `shardwise.runtime.casting`."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch
@@ -11,8 +9,6 @@ from shardwise.parameters.registry import DataHandling, Registry
 from shardwise.plan.options import Precision
 from shardwise.runtime.casting import Casting
 from shardwise.runtime.reading import cast_in_forward, read_through
-
-__all__ = ["apply_precision"]
 
 
 def apply_precision(model: nn.Module, registry: Registry, precision: Precision | None) -> None:

@@ -8,8 +8,6 @@ come from the restored state, so dropout is the same. Caches of keys would grow 
 (see `caches.py`).
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -30,8 +28,6 @@ from shardwise.plan.options import Recompute
 from shardwise.plan.structure import LayerStack, is_within, outermost, outermost_layers
 from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.region_edges import with_own_sums
-
-__all__ = ["apply_recomputation", "find_recomputed"]
 
 _aten = torch.ops.aten
 _PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default})

@@ -3,8 +3,6 @@
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn
@@ -12,8 +10,6 @@ from torch import nn
 from shardwise.parameters.registry import Registry
 from shardwise.plan.structure import is_within, parent_of
 from shardwise.runtime.sequence_edges import install_full, install_owner, install_parts, install_stack
-
-__all__ = ["apply_sequence_parallelism"]
 
 
 def apply_sequence_parallelism(model: nn.Module, registry: Registry) -> None:

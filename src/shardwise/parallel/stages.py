@@ -1,7 +1,5 @@
 """Pipeline parallelism: makes a model run stage by stage, and removes the parameters of other stages."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Collection
@@ -19,8 +17,6 @@ from shardwise.runtime.local_inputs import own_slice
 from shardwise.stages.absent import Absent
 from shardwise.stages.model import LayerContainer, MayHaveNoParameters, StageAwareCall, StagedModel, Stages
 from shardwise.stages.run import Module
-
-__all__ = ["apply_stages", "build_local_stages", "finish_placeholders"]
 
 
 def apply_stages(model: nn.Module, registry: Registry) -> None:

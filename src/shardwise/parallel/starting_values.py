@@ -1,7 +1,5 @@
 """Initializes meta models by their modules' `reset_parameters`."""
 
-from __future__ import annotations
-
 import copy
 
 import torch
@@ -9,8 +7,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.errors import UnsupportedError
-
-__all__ = ["allocate_meta", "initialize_meta"]
 
 
 def initialize_meta(model: nn.Module) -> None:

@@ -1,7 +1,5 @@
 """Guards `state_dict()`, so that a rank's part is never taken for the full tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NoReturn
@@ -12,8 +10,6 @@ from transformers import PreTrainedModel
 from shardwise.errors import UnsupportedError
 from shardwise.parameters.canonical import take_parts
 from shardwise.parameters.registry import ParameterEntry, Registry, entry_of, named_entries, registry_of
-
-__all__ = ["guard_state_dict", "local_state_dict"]
 
 _EXPORT = (
     "use shardwise.full_state_dict(model), or shardwise.export_pretrained(model, directory) to save, on every rank"

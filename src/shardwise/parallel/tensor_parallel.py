@@ -1,7 +1,5 @@
 """Tensor parallelism: reduces parameters to this rank's part, and makes modules compute with it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
@@ -31,8 +29,6 @@ from shardwise.runtime.region_edges import (
 )
 from shardwise.sharding.placement import Split
 from shardwise.tiny.fields import layer_overrides, read_field
-
-__all__ = ["apply_tensor_parallelism", "check_tensor_parallelism", "fit_sizes", "split_parameters"]
 
 _HEAD_COUNTS = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")
 

@@ -1,7 +1,5 @@
 """Parameters that are added to a split model, or to a wrapper around it, after the split."""
 
-from __future__ import annotations
-
 import itertools
 
 from torch import nn
@@ -22,8 +20,6 @@ from shardwise.plan.structure import fqn_of
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Replicate
 from shardwise.topology.axes import DATA_AXES
-
-__all__ = ["adopt_parameters", "note_inputs"]
 
 _INPUT = "_shardwise_input"
 

@@ -1,7 +1,5 @@
 """Assignments to `data` of parameters of which ranks hold parts: accepted, or an error."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -14,8 +12,6 @@ from torch.utils import _foreach_utils
 
 from shardwise.errors import UnsupportedError
 from shardwise.parameters.registry import DataHandling, find_parameters
-
-__all__ = ["check_assignments", "take_assignments"]
 
 _DATA: Any = Tensor.data
 

@@ -1,14 +1,10 @@
 """Parameters of a split model as they are stored between steps."""
 
-from __future__ import annotations
-
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.parameters.registry import registry_of, walk_modules
 from shardwise.runtime.fsdp_internals import drop_unreduced, free
-
-__all__ = ["forget_unreduced", "reshard"]
 
 
 def reshard(model: nn.Module) -> None:

@@ -1,7 +1,5 @@
 """Converts between local and canonical (full) tensors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,21 +24,6 @@ from shardwise.parameters.registry import (
 from shardwise.plan.structure import fqn_of
 from shardwise.sharding.boxes import shape_of, slices
 from shardwise.sharding.layout import Layout
-
-__all__ = [
-    "canonical_tensor",
-    "canonical_tensors",
-    "computed_buffer",
-    "dtypes_of",
-    "full_value",
-    "local_tensor",
-    "names_only",
-    "sharded_alike",
-    "state_names",
-    "state_tensors",
-    "take_parts",
-]
-
 
 _TOGETHER_BYTES = 2**20
 """Of full tensors, up to which several are gathered at once."""

@@ -1,7 +1,5 @@
 """Gathers full tensors, on the device, from the parts that layouts describe."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,8 +12,6 @@ from shardwise.parameters.registry import local_part
 from shardwise.sharding.boxes import slices
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.placement import OnCoords, Replicate
-
-__all__ = ["Part", "gather_full"]
 
 
 class Part(NamedTuple):

@@ -10,8 +10,6 @@ the others forever. Everything else is torch's operation on this rank's part. Re
 gradients too and may be assigned to `p.grad`.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -24,8 +22,6 @@ from shardwise.comm.operations import all_reduce_
 from shardwise.errors import UnsupportedError
 from shardwise.parameters.norms import check_all_stages_ask, complete_stacked, norm_of_owned
 from shardwise.parameters.registry import LocalGradient, ParameterEntry, Registry, entry_of, local_part, mark
-
-__all__ = ["as_local_gradient"]
 
 
 def as_local_gradient(gradient: Tensor, entry: ParameterEntry) -> Tensor:

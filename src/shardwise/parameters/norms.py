@@ -1,7 +1,5 @@
 """Norms of gradients of which ranks hold parts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,8 +10,6 @@ from torch import Tensor
 from shardwise.comm.operations import all_reduce_
 from shardwise.errors import UnsupportedError
 from shardwise.parameters.registry import ParameterEntry, Registry
-
-__all__ = ["check_all_stages_ask", "complete_norms", "complete_stacked", "norm_of_owned"]
 
 _SUMMED = torch.float32
 _RUN_ELEMENTS = 2**18

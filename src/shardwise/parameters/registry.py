@@ -38,29 +38,6 @@ from shardwise.sharding.layout import Layout
 from shardwise.sharding.placement import Chunk, OnCoords, Split
 from shardwise.stages.model import Stages
 
-__all__ = [
-    "DataHandling",
-    "LocalGradient",
-    "ParameterEntry",
-    "Registry",
-    "Source",
-    "attach_entry",
-    "attach_registry",
-    "axes_of",
-    "canonical_entries",
-    "entries_of",
-    "entry_of",
-    "find_parameters",
-    "is_split",
-    "local_part",
-    "mark",
-    "named_entries",
-    "note_parameters",
-    "registry_of",
-    "untied",
-    "walk_modules",
-]
-
 _ATTRIBUTE = "_shardwise_registry"
 _ENTRY = "_shardwise_entry"
 _ENTRIES = "_shardwise_entries"

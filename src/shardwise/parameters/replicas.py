@@ -1,7 +1,5 @@
 """Checks that copies of parameters on several ranks are equal."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,8 +14,6 @@ from shardwise.errors import LayoutError
 from shardwise.mesh import Mesh
 from shardwise.parameters.registry import ParameterEntry, find_parameters, local_part, registry_of
 from shardwise.sharding.placement import OnCoords, Placement, Replicate
-
-__all__ = ["Copies", "check_replicas", "find_unequal_replicas", "replica_mismatch_word"]
 
 Copies = Iterable[tuple[str, ParameterEntry, Tensor]]
 """What this rank holds, whether others do or not: names, how they are stored over the ranks, and the local tensors."""

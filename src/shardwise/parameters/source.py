@@ -3,15 +3,11 @@
 A checkpoint of adapters leaves out the frozen base weights that can be read again from the source.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from torch import Tensor, nn
 
 from shardwise.parameters.registry import Registry, Source, find_parameters, local_part
-
-__all__ = ["note_source", "unchanged_names"]
 
 
 def note_source(model: nn.Module, registry: Registry, *, digest: str = "", drawn: Collection[str] = ()) -> None:

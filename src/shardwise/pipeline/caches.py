@@ -9,8 +9,6 @@ layers as they were before. The cache of an encoder-decoder consists of two: the
 is advanced, and the cross-attention cache, which only its own layers read.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,8 +20,6 @@ from transformers import Cache, StaticCache
 from shardwise.errors import UnsupportedError
 from shardwise.stages.absent import Absent
 from shardwise.stages.model import cache_parts, copy_cache
-
-__all__ = ["StageCaches", "check_caches"]
 
 
 def check_caches(arguments: Mapping[str, Any], *, num_stages_per_rank: int) -> None:

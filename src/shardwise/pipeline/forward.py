@@ -10,8 +10,6 @@ rows divide. In eval mode it uses one, and computes exactly what the unsplit mod
 that is no sum over rows (the balance of a mixture of experts).
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math
@@ -42,8 +40,6 @@ from shardwise.runtime.positions import cache_of, leave_out_cache
 from shardwise.runtime.same_batch import agree_over_data, check_same_batch
 from shardwise.stages.model import Stages
 from shardwise.topology.axes import SAME_ROWS_AXES
-
-__all__ = ["apply_pipeline", "named_call"]
 
 _MOST_PER_STAGE = 4
 """Microbatches for each stage that a forward in training mode takes at most: a fifth of the time is bubble then."""

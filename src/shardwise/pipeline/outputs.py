@@ -28,8 +28,6 @@ from shardwise.loss.logits import as_logits, only_asks, takes_data
 from shardwise.runtime.context import SplitContext
 from shardwise.tiny.fields import sub_configs
 
-__all__ = ["RemoteTensor", "asked_outputs", "broadcast_output", "check_asked_outputs", "merge_outputs"]
-
 _COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 """What transformers collects of every layer; of router logits it computes a part of the loss."""
 

@@ -7,8 +7,6 @@ parameters receive the gradient of the whole batch, once. The schedule's own bac
 none of these hooks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,8 +19,6 @@ from torch.autograd.function import once_differentiable
 from shardwise.errors import UnsupportedError
 from shardwise.optim.gradients import gradients_of
 from shardwise.parameters.registry import local_part
-
-__all__ = ["emit_stashed_grads", "refuse_gradient", "stashed_grads"]
 
 Kept = list[tuple[Tensor, Tensor]]
 

@@ -27,8 +27,6 @@ from shardwise.schedule.schedule import Schedule
 from shardwise.schedule.timeline import Span, Timeline
 from shardwise.stages.model import Stages
 
-__all__ = ["PipelineRunner", "runner_of"]
-
 _ATTRIBUTE = "_shardwise_pipeline"
 
 

@@ -28,8 +28,6 @@ from torch.distributed.pipelining import _backward as torch_backward
 
 from shardwise.errors import LayoutError
 
-__all__ = ["SecondPart", "backward_inputs", "check_complete", "detached_alias", "tie"]
-
 _FINDS_ALL_USES = hasattr(torch_backward, "_autograd_grad_for_inputs")  # torch 2.13
 
 

@@ -8,8 +8,6 @@ shapes, runs the model to find them, keeps one buffer per microbatch forever, an
 steps. A buffer is allocated when its receive is posted and freed after the backward.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,8 +26,6 @@ from shardwise.runtime.context import SplitContext
 from shardwise.schedule.schedule import Action, Kind
 from shardwise.schedule.timeline import Span
 from shardwise.stages.model import Stages, StageTensor
-
-__all__ = ["Microbatch", "PipelineStage", "ScheduleRun"]
 
 
 @dataclass

@@ -23,8 +23,6 @@ from shardwise.plan.structure import Adapted, AdapterFacts, AdapterParameter, Mo
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Placement, Replicate, Split
 
-__all__ = ["plan_adapter", "stages_with_adapters", "with_adapters"]
-
 _IN_FULL = 'replicate the module that they adapt with the style "replicate", or use fsdp instead of tp'
 
 

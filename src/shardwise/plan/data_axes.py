@@ -21,8 +21,6 @@ that returns to the first rank) is replicated too. So is a parameter outside of 
 model, also holds parameters of other stages: no module of one stage alone could be given to its root.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -37,8 +35,6 @@ from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Chunk, OnCoords, Replicate, Split
 from shardwise.topology.axes import DATA_AXES
 from shardwise.topology.shape import MeshShape
-
-__all__ = ["find_units", "with_data_axes"]
 
 
 def with_data_axes(

@@ -1,7 +1,5 @@
 """The decided plan of a model as one frozen value: storage of every parameter, role of every module."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable, Mapping
@@ -16,8 +14,6 @@ from shardwise.plan.token_work import TokenWork
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.placement import Placement, Replicate, Split
 from shardwise.topology.shape import MeshShape
-
-__all__ = ["NormFormula", "ParameterPlan", "SplitPlan", "split_share"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,5 @@
 """The plan as a table: split of each kind of parameter, replicated ones and why, share of bytes split."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +8,6 @@ from shardwise.plan.decision import ParameterPlan, SplitPlan, split_share
 from shardwise.plan.match import star_numbers
 from shardwise.sharding.boxes import shape_of
 from shardwise.sharding.placement import Replicate
-
-__all__ = ["Explanation", "table"]
 
 _HEADER = ("parameter", "x", "shape", "placement", "gradient", "style", "from")
 

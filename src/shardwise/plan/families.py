@@ -1,11 +1,7 @@
 """Corrections to declared plans of single model families. Data only; every correction is proved."""
 
-from __future__ import annotations
-
 from shardwise.plan.rule import ParameterRule
 from shardwise.plan.spec import Plan
-
-__all__ = ["CORRECTIONS", "PROVED", "SINGLE_FSDP_UNIT"]
 
 
 def _plan(reason: str, **styles: str) -> Plan:

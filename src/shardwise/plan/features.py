@@ -1,12 +1,8 @@
 """Splits feature dims of a block among tp ranks: by heads in attention, in plain runs elsewhere."""
 
-from __future__ import annotations
-
 from shardwise.errors import PlanError
 from shardwise.plan.structure import Heads
 from shardwise.sharding.placement import Split, split_blocks, split_even, split_heads, split_sections
-
-__all__ = ["check_heads", "feature_split", "local_heads", "qkv_split"]
 
 
 def _is_legal(heads: Heads, num_parts: int) -> bool:

@@ -1,7 +1,5 @@
 """Matches the rules of a plan to the names of a model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -11,8 +9,6 @@ from shardwise.plan.match import Matcher
 from shardwise.plan.rule import AttributeRule, InputRule, ParameterRule, RegionRule, Rule, SequenceRule
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
-
-__all__ = ["MatchedRules", "check_weight", "match_rules", "rules_without_names"]
 
 _Kind = TypeVar("_Kind", bound=Rule)
 

@@ -5,8 +5,6 @@ import functools
 import re
 from collections.abc import Iterable
 
-__all__ = ["Matcher", "match", "star_numbers"]
-
 _COMPONENTS = {"*": r"[^.]+\.", "**": r"(?:[^.]+\.)*"}
 
 

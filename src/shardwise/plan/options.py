@@ -9,8 +9,6 @@ from typing import Any
 from shardwise.errors import ConfigError, did_you_mean
 from shardwise.plan.spec import Plan
 
-__all__ = ["Compile", "FsdpPolicy", "ParallelSpec", "Pipeline", "Precision", "Recompute", "check_choice"]
-
 _STAGES = (1, 2, 3)
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _NONFINITE = ("raise", "skip", "ignore")

@@ -1,7 +1,5 @@
 """Storage of every parameter: the one place that converts styles to placements."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,8 +14,6 @@ from shardwise.plan.split_style import SplitStyle
 from shardwise.plan.structure import Heads, ModelFacts, Shape, parent_of, upwards
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Placement, Replicate, Split, equal_sections, split_even
-
-__all__ = ["OUTSIDE", "VOCABULARY_STYLES", "ParameterRules", "complete_ties"]
 
 VOCABULARY_STYLES = frozenset({"embedding_rowwise", "colwise_gather_output", "colwise"})
 OUTSIDE = "no rule splits it: it works on full features, outside of the split regions"

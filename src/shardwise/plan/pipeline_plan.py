@@ -5,15 +5,11 @@ segment also holds what runs before any layer, the last one what runs after all.
 count calls, not layers: a model that calls one layer repeatedly has as many segments as calls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shardwise.errors import ConfigError, did_you_mean
 from shardwise.plan.structure import is_within
-
-__all__ = ["CutTensor", "LayerOrder", "PipelinePlan", "Returned"]
 
 
 @dataclass(frozen=True, kw_only=True)

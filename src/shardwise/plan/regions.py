@@ -8,16 +8,12 @@ projection, a router, a sink) needs one sum in the gradient phase. Nothing insid
 and v cost one all-reduce, not three, and why no style treats replicated parameters specially.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from shardwise.errors import PlanError
 from shardwise.plan.rule import ParameterRule, RegionRule
 from shardwise.plan.structure import ModelFacts, is_within, outermost, parent_of, upwards
-
-__all__ = ["COLUMN_STYLES", "ROW_STYLES", "Region", "find_deferred_sums", "find_regions", "region_around"]
 
 COLUMN_STYLES = frozenset({"colwise", "packed_colwise", "qkv_colwise"})
 ROW_STYLES = frozenset({"rowwise", "rowwise_reenter", "packed_rowwise"})

@@ -3,8 +3,6 @@
 Collects every problem and raises once, before anything is changed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -18,8 +16,6 @@ from shardwise.plan.sequence_plan import find_sequence
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import Heads, ModelFacts, is_within, parent_of
 from shardwise.topology.shape import MeshShape
-
-__all__ = ["all_problems", "resolve"]
 
 _MODULE_STYLES = frozenset(
     {"embedding_colwise", "embedding_rowwise", "norm_split", "rowwise", "rowwise_reenter", "rowwise_split_input"}

@@ -18,18 +18,6 @@ from typing import ClassVar
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.plan.split_style import SplitStyle
 
-__all__ = [
-    "SECTIONS",
-    "STYLES",
-    "UNREACHED",
-    "AttributeRule",
-    "InputRule",
-    "ParameterRule",
-    "RegionRule",
-    "Rule",
-    "SequenceRule",
-]
-
 # A component is `*`, `**` or a name; a name cannot hold what the text form gives a meaning.
 _COMPONENT = re.compile(r"\*{1,2}|[^\s.:#*]+")
 _ARGUMENTS = {"(NAME)": r"\([^()\s:#*]+\)", "(N)": r"\([1-9]\d*(?:/[1-9]\d*)?\)", "(DIM)": r"\(\d+\)"}

@@ -3,8 +3,6 @@
 Derived plans give rules for it. Without rules, the only list of layers with split blocks is the stack.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,8 +10,6 @@ from shardwise.errors import PlanError
 from shardwise.plan.regions import Region
 from shardwise.plan.rule import InputRule, SequenceRule
 from shardwise.plan.structure import LayerStack, ModelFacts, is_within
-
-__all__ = ["NoStackError", "SequencePlan", "find_sequence", "stacks_with_regions"]
 
 
 class NoStackError(PlanError):

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from shardwise.errors import PlanError
 from shardwise.sharding.boxes import Interval
 
-__all__ = ["SplitStyle"]
-
 _TEXT = re.compile(r"split\((\d+)(?:, sections=(\d+))?(?:; ([0-9,|-]+))?\)")
 
 

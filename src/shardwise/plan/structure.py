@@ -3,28 +3,9 @@
 `shardwise.parallel.facts` reads them off a real or meta model. This module does not import torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-
-__all__ = [
-    "Adapted",
-    "AdapterFacts",
-    "AdapterParameter",
-    "Heads",
-    "LayerStack",
-    "ModelFacts",
-    "ModuleFacts",
-    "fqn_of",
-    "is_within",
-    "nearest",
-    "outermost",
-    "outermost_layers",
-    "parent_of",
-    "upwards",
-]
 
 Shape = tuple[int, ...]
 

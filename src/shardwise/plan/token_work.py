@@ -1,10 +1,6 @@
 """Cost of a token in forward and backward, in floating-point operations, by a stated formula."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-
-__all__ = ["TokenWork"]
 
 
 @dataclass(frozen=True, kw_only=True)

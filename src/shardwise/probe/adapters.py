@@ -1,7 +1,5 @@
 """Tries adapters with the plan of their base: a tiny model with similar adapters, on simulated ranks."""
 
-from __future__ import annotations
-
 import logging
 
 from torch import nn
@@ -16,8 +14,6 @@ from shardwise.probe.tried_model import build_tried_model, trial_of
 from shardwise.runtime.adapter_facts import without_adapters
 from shardwise.runtime.modes import has_dropout
 from shardwise.tiny.random import fork_all_rng
-
-__all__ = ["try_adapters"]
 
 logger = logging.getLogger("shardwise.plan")
 

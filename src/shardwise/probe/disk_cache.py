@@ -1,7 +1,5 @@
 """Answers about models, cached on disk next to the hub's cache, for these versions of the libraries and of our code."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
@@ -18,8 +16,6 @@ from torch import nn
 from shardwise.parallel.facts import is_of_transformers
 from shardwise.runtime.modes import has_dropout
 from shardwise.weights.staging import atomic_file
-
-__all__ = ["cache_path", "read", "write"]
 
 Answer = TypeVar("Answer")
 

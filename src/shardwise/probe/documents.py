@@ -1,7 +1,5 @@
 """Finds out by a tiny model how documents in packed or padded rows are kept apart."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Mapping
@@ -14,8 +12,6 @@ from transformers import PreTrainedConfig
 from shardwise.data.rows import DocumentMasking, segment_inputs
 from shardwise.errors import UnsupportedError
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
-
-__all__ = ["probe_document_masking"]
 
 _LENGTHS = (7, 5, 12)
 """Of the documents that share a row: beside the windows of tiny models they are short and long."""

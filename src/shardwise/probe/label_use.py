@@ -1,7 +1,5 @@
 """Finds out by a tiny model how a model uses its labels, and caches the answer on disk."""
 
-from __future__ import annotations
-
 import math
 from contextlib import suppress
 from typing import Any
@@ -16,8 +14,6 @@ from shardwise.probe.disk_cache import cache_path, read, write
 from shardwise.sharding.json_form import from_json, to_json
 from shardwise.tiny.inputs import make_batch
 from shardwise.tiny.models import build_tiny_model, shrink_config
-
-__all__ = ["find_label_use", "probe_label_use"]
 
 _IGNORED = -100
 _NOTICEABLE = 1e-4  # of the largest logit: rounding is a thousand times smaller, what is attended to is larger

@@ -4,8 +4,6 @@ A tiny model with as many layers as the model, of the same kinds, runs once and 
 cut before every layer, and must compute the same loss and gradients. The result is cached on disk.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging
@@ -32,8 +30,6 @@ from shardwise.tiny.inputs import make_batch
 from shardwise.tiny.models import set_runnable_mode
 from shardwise.tiny.objective import clone_batch, loss_or_surrogate
 from shardwise.tiny.random import fork_all_rng
-
-__all__ = ["find_layer_order", "no_stages", "no_stages_because", "train_in_stages", "tried_order"]
 
 logger = logging.getLogger("shardwise.plan")
 

@@ -30,8 +30,6 @@ from shardwise.tiny.objective import clone_batch, loss_or_surrogate
 from shardwise.tiny.random import fork_all_rng, training_copy
 from shardwise.topology.shape import MeshShape
 
-__all__ = ["SimulatedMesh", "Trial", "Verdict", "reraise_as", "verdict_of_exception"]
-
 _LOSS = 1e-4
 _GRADIENT = 1e-3
 _GRADIENT_FLOOR = 1e-6

@@ -1,7 +1,5 @@
 """The tiny model on which a question about a model is tried."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import re
@@ -22,17 +20,6 @@ from shardwise.tiny.fields import read_field
 from shardwise.tiny.models import build_tiny_model, make_batch, perturb_parameters, set_runnable_mode, shrink_config
 from shardwise.tiny.random import set_dropout
 from shardwise.tiny.shrink import apply_repeatable
-
-__all__ = [
-    "ITEM",
-    "build_tried_model",
-    "is_small",
-    "layer_kind",
-    "names_in",
-    "on_cpu",
-    "smallest_with_all_layer_kinds",
-    "trial_of",
-]
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -22,8 +22,6 @@ from shardwise.plan.structure import outermost_layers, upwards
 from shardwise.stages.anchors import is_dropout, made_by, named_arguments, named_tensors, used_by, writes
 from shardwise.tiny.objective import clone_batch
 
-__all__ = ["as_hook", "watch_order"]
-
 
 def watch_order(
     tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection[str] = (), drops: bool = False

@@ -1,7 +1,5 @@
 """Counts the tp collectives of a layer in one step, forward and backward separately."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,8 +15,6 @@ from shardwise.mesh import Mesh
 from shardwise.parameters.registry import registry_of
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.structure import is_within, outermost_layers, parent_of
-
-__all__ = ["LayerCollectives", "counted_layers"]
 
 
 @dataclass

@@ -5,8 +5,6 @@ are concatenated to the mask of the full tensor; masks of replicated computation
 full model must have the same loss and gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,8 +16,6 @@ from shardwise.stages.absent import Absent
 from shardwise.stages.model import Stages
 from shardwise.stages.run import StageRun
 from shardwise.tiny.random import draws_shared
-
-__all__ = ["RecordRandom", "ReplayRandom", "in_microbatch_order"]
 
 _FEW = 16
 """Parts with fewer elements may well be equal by chance."""

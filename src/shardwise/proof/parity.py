@@ -1,7 +1,5 @@
 """Compares a split model with the unsplit one: loss, logits, every gradient, parameters after steps, replicas."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import time
@@ -28,17 +26,6 @@ from shardwise.sharding.placement import Split
 from shardwise.tiny.objective import clone_batch, loss_or_surrogate
 from shardwise.tiny.random import fork_all_rng, training_copy
 from shardwise.topology.axes import DATA_AXES
-
-__all__ = [
-    "Difference",
-    "Measurement",
-    "Tolerance",
-    "in_dtype",
-    "measure",
-    "measure_in_training",
-    "measure_narrow",
-    "runs_in_float64",
-]
 
 OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "eps": 1e-6}
 """Of the compared AdamW steps. With its default `eps` Adam blows gradients that are zero but for rounding (a key bias:

@@ -1,14 +1,10 @@
 """Result of `shardwise.verify`, as a value and as a table."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from shardwise.errors import VerificationError, counted
 from shardwise.plan.explain import table
 from shardwise.proof.parity import Difference, Measurement
-
-__all__ = ["Report"]
 
 _LABELS = {
     "loss": "loss",

@@ -1,7 +1,5 @@
 """One process that simulates a rank of a larger world."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,8 +9,6 @@ import torch.distributed as dist
 from shardwise.errors import MeshError
 from shardwise.mesh import Mesh
 from shardwise.topology.shape import MeshShape
-
-__all__ = ["fake_mesh"]
 
 
 @contextmanager

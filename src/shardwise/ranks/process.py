@@ -1,7 +1,5 @@
 """Process of a rank, forked from a server that has imported torch, transformers and this package once."""
 
-from __future__ import annotations
-
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -12,8 +10,6 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
-
-__all__ = ["ENDING", "RankProcess", "local_variables", "warm"]
 
 PRELOADED = ("shardwise.ranks.preloaded",)
 """Modules that ranks find imported; also pytest where the caller has imported it, because test modules import it."""

@@ -1,7 +1,5 @@
 """Main function of a rank of `spawn`."""
 
-from __future__ import annotations
-
 import faulthandler
 import importlib
 import importlib.util
@@ -22,8 +20,6 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.failure import Failure
-
-__all__ = ["Case", "Report", "check_not_importing", "run_rank"]
 
 
 @dataclass(frozen=True, kw_only=True)

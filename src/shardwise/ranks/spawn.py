@@ -15,8 +15,6 @@ Ranks are forked from a process that has imported torch, transformers and this p
 again, inherit the caller's environment, directory, import path and warning filters, and start from the same seeds.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -36,8 +34,6 @@ from typing import TypeVar
 from shardwise.errors import ConfigError, RankError
 from shardwise.ranks.process import RankProcess, local_variables
 from shardwise.ranks.rank import Case, Report, check_not_importing, run_rank
-
-__all__ = ["spawn"]
 
 Result = TypeVar("Result")
 

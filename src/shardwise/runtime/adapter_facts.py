@@ -1,7 +1,5 @@
 """Describes the adapters of a model: the names in the base model, and the parameters that the adapters add."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
@@ -12,8 +10,6 @@ from torch import nn
 
 from shardwise.plan.structure import Adapted, AdapterFacts, AdapterParameter, fqn_of
 from shardwise.runtime.adapters import base_of, has_adapters, is_adapter, is_saved_copy, unwrapped
-
-__all__ = ["Place", "describe_adapter", "names_in_base", "places_in", "read_adapters", "without_adapters"]
 
 # Which dim of PEFT's own weights runs along the input and the output features of what they adapt.
 _DIMS = {"lora_A": (1, None), "lora_B": (None, 0), "lora_embedding_A": (1, None), "lora_embedding_B": (None, 0)}

@@ -6,11 +6,7 @@ trained copy of a module lies next to the original in `modules_to_save`. Both li
 `adapter_layer_names`. `shardwise.plan.adapters` decides how these parameters are split.
 """
 
-from __future__ import annotations
-
 from torch import nn
-
-__all__ = ["base_of", "find_model", "has_adapters", "is_adapter", "is_saved_copy", "unwrapped"]
 
 
 def is_adapter(module: nn.Module) -> bool:

@@ -1,7 +1,5 @@
 """Changes arguments and outputs of a module's forward."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,19 +7,6 @@ from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
-
-__all__ = [
-    "Arguments",
-    "Change",
-    "argument_names",
-    "change_arguments",
-    "change_each",
-    "change_hidden",
-    "edit_arguments",
-    "edited",
-    "hidden_name",
-    "map_first",
-]
 
 Change = Callable[[Tensor], Tensor]
 Arguments = dict[str, Any]

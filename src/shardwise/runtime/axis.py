@@ -8,8 +8,6 @@ from shardwise.comm.operations import Group
 from shardwise.errors import BatchError
 from shardwise.mesh import Mesh
 
-__all__ = ["Axis"]
-
 
 @dataclass(frozen=True)
 class Axis:

@@ -7,8 +7,6 @@ to the stored dtype. A unit casts each parameter once per forward; backward keep
 gathered parameters at ZeRO stage 2. The microbatches of a pipeline step share the copies.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-__all__ = ["Casting", "cast_values"]
 
 
 @dataclass(eq=False)

@@ -1,14 +1,10 @@
 """Checks of tensor values: immediately on CPU, asynchronously on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-
-__all__ = ["check_index"]
 
 
 def check_index(valid: Tensor, rule: str, say: Callable[[], str]) -> None:

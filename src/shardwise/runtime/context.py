@@ -18,8 +18,6 @@ from shardwise.runtime.axis import Axis
 from shardwise.runtime.forward_state import ForwardState
 from shardwise.runtime.rng import device_rng, mix
 
-__all__ = ["SplitContext"]
-
 
 @dataclass
 class Steps:

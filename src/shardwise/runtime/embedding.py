@@ -1,7 +1,5 @@
 """Embeddings split over tp ranks, by vocabulary or by feature."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +8,6 @@ from torch import Tensor
 from shardwise.comm.collectives import gather_full, reduce_from_region
 from shardwise.runtime.axis import Axis
 from shardwise.runtime.checks import check_index
-
-__all__ = ["SplitEmbedding"]
 
 
 class SplitEmbedding:

@@ -14,8 +14,6 @@ from shardwise.errors import LayoutError
 from shardwise.runtime.modes import leave_mode
 from shardwise.runtime.rng import RandomStreams
 
-__all__ = ["ForwardState", "GradientFactor", "Sum", "ends_missing"]
-
 
 @dataclass
 class Entered:

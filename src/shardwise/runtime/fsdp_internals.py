@@ -25,8 +25,6 @@ A unit may also receive a tensor that it does not use. FSDP2 passes all inputs t
 turn the missing gradient into zeros. `keep_unused_gradients_none` prevents that.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -38,19 +36,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from shardwise.errors import UnsupportedError
-
-__all__ = [
-    "UnusedParameters",
-    "carry_over_changes",
-    "drop_unreduced",
-    "free",
-    "free_after_evaluation",
-    "gathered_parameters",
-    "keep_unused_gradients_none",
-    "reset_interrupted",
-    "run_as_root",
-    "units_of",
-]
 
 _REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # torch 2.13
 

@@ -7,8 +7,6 @@ the answer. So it passes each forward a two-dimensional mask that carries a `Hos
 under our name in transformers' `AttentionMaskInterface`, reads the answer there.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re
@@ -24,8 +22,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
 from shardwise.runtime.positions import cache_of
-
-__all__ = ["HostMask", "can_take_host_masks", "host_mask_of", "read_host_mask", "take_host_masks"]
 
 _NAME = "shardwise"
 _CARRIED = "_shardwise_host_mask"

@@ -1,7 +1,5 @@
 """Linears whose output or input features are split over tp ranks."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +15,6 @@ from shardwise.runtime.adapters import unwrapped
 from shardwise.runtime.axis import Axis
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.region_edges import RegionExit, mark_full_gradient
-
-__all__ = ["BiasRead", "RowSplit", "apply_mixin"]
 
 
 @dataclass(eq=False)

@@ -6,8 +6,6 @@ attribute could be divided for them. A rank computes only its own heads, so the 
 size, but still computes with all features.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -18,8 +16,6 @@ from shardwise.comm.collectives import copy_to_region
 from shardwise.runtime.arguments import change_arguments
 from shardwise.runtime.axis import Axis
 from shardwise.runtime.reading import read_in_forward
-
-__all__ = ["install_local_shapes", "install_shares", "install_sliced", "own_slice"]
 
 _KEEPING = frozenset({"transpose", "permute", "contiguous"})
 

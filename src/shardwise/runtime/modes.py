@@ -1,7 +1,5 @@
 """Modes of a forward: training or evaluation, inside a backward, checkpointed, compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,16 +9,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
 from shardwise.errors import UnsupportedError
-
-__all__ = [
-    "dropout_chances",
-    "has_dropout",
-    "in_eval_mode",
-    "is_checkpointed",
-    "is_in_backward",
-    "leave_mode",
-    "refuse_compiled",
-]
 
 
 def is_in_backward() -> bool:

@@ -1,7 +1,5 @@
 """Norms over features that are split over tp ranks. Ranks share the statistics and compute the rest locally."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import itertools
@@ -16,8 +14,6 @@ from shardwise.comm.collectives import copy_to_region, gather_to_region, reduce_
 from shardwise.errors import UnsupportedError
 from shardwise.plan.decision import NormFormula
 from shardwise.runtime.axis import Axis
-
-__all__ = ["SplitNorm", "compute_norm", "epsilon_of", "moments_of", "recognise_norm"]
 
 Moments = Callable[..., tuple[Tensor | None, Tensor]]
 """Called as `moments_of`."""

@@ -6,8 +6,6 @@ the caller asks for them, the module that collects them gathers them at its end.
 arguments of the forward are the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -18,8 +16,6 @@ from shardwise.errors import UnsupportedError
 from shardwise.runtime.axis import Axis
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.sequence_edges import cut
-
-__all__ = ["install_outputs", "map_fields"]
 
 
 def install_outputs(

@@ -1,7 +1,5 @@
 """Forwards with positions or a cache, when no cache should be built."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,8 +8,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from shardwise.runtime.arguments import Arguments, argument_names
-
-__all__ = ["cache_of", "leave_out_cache"]
 
 
 def cache_of(arguments: Mapping[str, Any]) -> Any:

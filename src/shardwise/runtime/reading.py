@@ -3,8 +3,6 @@
 Reading writes nothing, so compiled and recomputed code may do it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,8 +14,6 @@ from torch import Tensor, nn
 
 from shardwise.runtime.casting import Casting, cast_values
 from shardwise.runtime.linear import apply_mixin
-
-__all__ = ["Read", "cast_in_forward", "read_in_forward", "read_through"]
 
 Read = Callable[[Any], Any]
 """What a forward is given for a stored parameter, which may be None."""

@@ -42,18 +42,6 @@ from shardwise.runtime.context import SplitContext
 from shardwise.runtime.forward_state import GradientFactor, Sum
 from shardwise.runtime.sequence_edges import cut, own_part, pad, sequence_dim
 
-__all__ = [
-    "RegionExit",
-    "SequenceEdge",
-    "TensorEdge",
-    "edge_of",
-    "install_gathered",
-    "install_reduced",
-    "install_region",
-    "mark_full_gradient",
-    "with_own_sums",
-]
-
 
 class TensorEdge:
     """Edge of a region whose hidden states are full on every rank.

@@ -21,8 +21,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["RandomStreams", "device_rng", "mix"]
-
 _REPLICATED = 0x9E3779B97F4A7C15  # separates streams whose seeds come from the same number
 
 _LEVELS = ("layer", "full_sequence", "region", "adapter")  # of streams, from the outside in

@@ -1,7 +1,5 @@
 """Checks that ranks that differ only along tp or pp receive the same rows."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,8 +16,6 @@ from shardwise.errors import BatchError, RankError, UnsupportedError
 from shardwise.mesh import Mesh
 from shardwise.runtime.context import SplitContext
 from shardwise.topology.axes import DATA_AXES
-
-__all__ = ["agree_over_data", "call_fingerprint", "check_same_batch", "compared_already", "describe_steps"]
 
 _STEPS = "the optimizers' steps"
 _UNLIKE = "ranks do not train alike"

@@ -6,8 +6,6 @@ Every region removes the padding, so nothing attends to it and its gradient is z
 entry of a stack of layers. Microbatches of one step share it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 
@@ -19,8 +17,6 @@ from shardwise.runtime.arguments import change_arguments, change_hidden, map_fir
 from shardwise.runtime.axis import Axis
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.forward_state import ends_missing
-
-__all__ = ["cut", "install_full", "install_owner", "install_parts", "install_stack", "own_part", "pad", "sequence_dim"]
 
 
 def install_stack(layers: nn.ModuleList, stack: str, context: SplitContext) -> None:

@@ -1,7 +1,5 @@
 """Refuses torch's data-parallel wrappers around a model, which would divide the same parameters a second time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn
@@ -9,8 +7,6 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.errors import UnsupportedError
-
-__all__ = ["check_unwrapped", "refuse_ddp", "refuse_wrapped"]
 
 _FIX = (
     'say data parallelism in the layout, such as "fsdp2.tp2" or "ddp2.tp2", and train the model itself with\n'

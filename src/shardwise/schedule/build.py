@@ -7,8 +7,6 @@ from shardwise.errors import ConfigError, did_you_mean
 from shardwise.schedule import orders
 from shardwise.schedule.schedule import Schedule, Step
 
-__all__ = ["SCHEDULES", "build_in_order", "build_schedule"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Family:

@@ -1,14 +1,10 @@
 """Timelines as pictures: a text grid for a terminal, SVG for a browser."""
 
-from __future__ import annotations
-
 import math
 from html import escape
 
 from shardwise.schedule.schedule import Kind
 from shardwise.schedule.timeline import Timeline
-
-__all__ = ["describe_schedule", "draw_svg", "draw_text"]
 
 _WIDTH = 120  # letters of a line of text
 _MAX_CELLS, _MAX_PIXELS = 2000, 10_000  # of a line, of a picture: short actions of long steps get less than they need

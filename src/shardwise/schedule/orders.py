@@ -7,18 +7,6 @@ from dataclasses import dataclass
 
 from shardwise.schedule.schedule import Action, Kind, Overlap, Step
 
-__all__ = [
-    "Rank",
-    "dualpipev",
-    "gpipe",
-    "interleaved_1f1b",
-    "interleaved_zero_bubble",
-    "looped_bfs",
-    "num_rounds",
-    "one_f_one_b",
-    "zbv",
-]
-
 
 @dataclass(frozen=True)
 class Rank:

@@ -9,8 +9,6 @@ from typing import TypeAlias
 
 from shardwise.errors import counted
 
-__all__ = ["Action", "Kind", "Overlap", "Schedule", "Step"]
-
 
 class Kind(Enum):
     """Kind of computation. `B` is `I` and `W` at once. Separately, `W` can fill idle time."""

@@ -8,8 +8,6 @@ from typing import Any, TypeAlias
 from shardwise.errors import ConfigError
 from shardwise.schedule.schedule import Action, Kind, Schedule
 
-__all__ = ["Span", "Timeline", "chrome_trace", "timeline"]
-
 _Output: TypeAlias = tuple[bool, int, int]  # of a forward or of a backward, of which stage, of which microbatch
 
 

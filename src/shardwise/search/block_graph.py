@@ -1,7 +1,5 @@
 """One block of a layer in the layer's graph: its entry, a rank's inputs and sizes, and additions to its partial sum."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,8 +13,6 @@ from shardwise.search.dependence import depends, features_of, gradients_of, is_n
 from shardwise.search.influence import RequiredIndices, RowProduct, is_linear_weight
 from shardwise.search.trace import Layer, ModuleCall
 from shardwise.search.traced_sizes import Equation
-
-__all__ = ["BlockGraph"]
 
 _MAX_ADDED = 2
 

@@ -1,13 +1,9 @@
 """Dependence in an autograd graph: gradients that are not exactly zero."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-__all__ = ["depends", "features_of", "gradients_of", "is_nonzero", "weighted_sum", "weighted_sums"]
 
 
 def gradients_of(total: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:

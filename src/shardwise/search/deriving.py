@@ -1,7 +1,5 @@
 """Derives a plan: watches a tiny model, tries its blocks by kind, and takes the best plan that passes."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging
@@ -37,8 +35,6 @@ from shardwise.search.rules import Block, find_blocks
 from shardwise.search.sequence_rules import sequence_plans
 from shardwise.search.trace import Layer, watch
 from shardwise.sharding.placement import Split
-
-__all__ = ["Subject", "build_subject", "check_given_rules", "search_plan"]
 
 logger = logging.getLogger("shardwise.plan")
 

@@ -1,7 +1,5 @@
 """Generalizes a tiny model's plan to the real model: rules found on a few layers, for all layers of their kind."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,8 +13,6 @@ from shardwise.plan.rule import SECTIONS, InputRule, ParameterRule, Rule
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts, Shape, nearest, outermost_layers
 from shardwise.probe.tried_model import ITEM, layer_kind, names_in
-
-__all__ = ["generalize"]
 
 _Suffixed = tuple[str, Rule]
 """A rule of a layer, and what follows the layer's name in its pattern."""

@@ -29,8 +29,6 @@ from shardwise.plan.structure import parent_of
 from shardwise.search.dependence import depends, gradients_of, is_nonzero, weighted_sum, weighted_sums
 from shardwise.search.trace import Layer, Use, watch
 
-__all__ = ["RequiredIndices", "RowProduct", "find_row_products", "is_linear_weight"]
-
 _MAX_PASSES = 5
 _MAX_SHARED = 0.5
 """Up to which part of a weight all ranks may need, besides their own."""

@@ -7,8 +7,6 @@ tried, and the passing plan that splits most is cached on disk. User rules are t
 plan is used silently.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 
@@ -29,8 +27,6 @@ from shardwise.probe.disk_cache import cache_path, read, write
 from shardwise.runtime.adapter_facts import without_adapters
 from shardwise.search.deriving import Subject, build_subject, check_given_rules, search_plan
 from shardwise.tiny.random import fork_all_rng
-
-__all__ = ["plan_for"]
 
 logger = logging.getLogger("shardwise.plan")
 

@@ -5,8 +5,6 @@ sections of unequal length, counts that do not divide. Shapes alone show most of
 forward and backward on fake tensors before the plan is used.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 
@@ -32,8 +30,6 @@ from shardwise.tiny.models import make_batch
 from shardwise.tiny.objective import loss_or_surrogate
 from shardwise.tiny.shrink import keep_layers
 from shardwise.topology.shape import MeshShape
-
-__all__ = ["RealSizes"]
 
 logger = logging.getLogger("shardwise.plan")
 

@@ -1,7 +1,5 @@
 """Reduces the communication of a plan: one region for experts and their router, one sum for parallel blocks."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,8 +13,6 @@ from shardwise.plan.structure import ModelFacts, is_within, parent_of, upwards
 from shardwise.search.dependence import depends, gradients_of, is_nonzero, weighted_sum
 from shardwise.search.refusal import Candidate
 from shardwise.search.trace import Layer, ModuleCall
-
-__all__ = ["fuse_reductions", "widen_regions"]
 
 _EDGES = ("region", "region_output", "aside")
 

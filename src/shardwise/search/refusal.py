@@ -1,7 +1,5 @@
 """Candidate plans, reasons for unsplit parameters, and errors if too little can be split."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +12,6 @@ from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
 from shardwise.probe.trial import Verdict
 from shardwise.sharding.placement import Split
-
-__all__ = ["Candidate", "check_share", "given_rules_error", "no_plan_error", "unplanned_error", "with_reasons"]
 
 _LEAST = 0.05
 """The part of the layers' elements that must be split: with less of it, ranks hold copies of one model."""

@@ -5,8 +5,6 @@ the style of each split parameter, the integer attributes that count split featu
 everything, so a block has several plans to try, best guess first.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,8 +21,6 @@ from shardwise.search.block_graph import BlockGraph
 from shardwise.search.influence import RequiredIndices, RowProduct, is_linear_weight
 from shardwise.search.styles import find_style, guess_attributes
 from shardwise.search.trace import Layer, norm_formula
-
-__all__ = ["Block", "find_blocks"]
 
 _MAX_GUESSES = 6
 """How many guesses of attributes are tried at the first choice of entries."""

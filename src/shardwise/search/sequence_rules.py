@@ -4,8 +4,6 @@ Between its blocks a layer works on every position alone, so a part of the seque
 positions are split regions, which gather at their edge, or replicated modules that need the full sequence.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
@@ -22,8 +20,6 @@ from shardwise.runtime.arguments import hidden_name
 from shardwise.search.dependence import gradients_of, is_nonzero
 from shardwise.search.refusal import Candidate
 from shardwise.search.trace import Layer, ModuleCall
-
-__all__ = ["sequence_plans"]
 
 _MAX_INPUTS = 2
 _rule = functools.partial(SequenceRule, source="structure")

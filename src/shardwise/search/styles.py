@@ -1,7 +1,5 @@
 """Derives styles from a graph: of parameters, from required indices, and of attributes that count heads."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Iterator
@@ -16,8 +14,6 @@ from shardwise.search.influence import RequiredIndices
 from shardwise.search.traced_sizes import solve
 from shardwise.sharding.boxes import Interval
 from shardwise.sharding.placement import Split, equal_sections, join_intervals
-
-__all__ = ["find_style", "guess_attributes"]
 
 _MAX_SECTIONS = 8
 _WASTE = 1.1

@@ -25,8 +25,6 @@ from shardwise.runtime.norm import compute_norm, moments_of, recognise_norm
 from shardwise.search.traced_sizes import MADE, SizeConstraint, flat, size_constraints_of, traced_integers
 from shardwise.tiny.objective import clone_batch
 
-__all__ = ["Layer", "ModuleCall", "Use", "norm_formula", "watch"]
-
 # Functions that contract the last dim of an activation with a parameter: (position of the activation, of the weight).
 _PRODUCTS = {
     F.linear: (0, 1),

@@ -23,8 +23,6 @@ from shardwise.parallel.facts import counts_of
 from shardwise.parallel.heads import LocalConfig
 from shardwise.plan.structure import is_within
 
-__all__ = ["MADE", "Equation", "SizeConstraint", "TracedInt", "flat", "size_constraints_of", "solve", "traced_integers"]
-
 _MAX_TRIED = 5_000
 _Formula = Callable[[Mapping[str, Fraction]], Fraction]
 

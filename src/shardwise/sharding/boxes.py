@@ -7,19 +7,6 @@ import itertools
 import math
 from collections.abc import Sequence
 
-__all__ = [
-    "Box",
-    "Interval",
-    "find_overlap",
-    "full_box",
-    "intersect",
-    "move",
-    "shape_of",
-    "slices",
-    "subtract",
-    "volume",
-]
-
 Interval = tuple[int, int]
 Box = tuple[Interval, ...]
 

@@ -15,8 +15,6 @@ from shardwise.sharding.layout import Layout
 from shardwise.sharding.placement import Replicate
 from shardwise.topology.shape import MeshShape
 
-__all__ = ["Division", "WriteItem", "assign_writers"]
-
 MOST_ELEMENTS = 2**24
 """The most elements of a portion: a reader verifies a portion as a whole."""
 LEAST_ELEMENTS = 2**16

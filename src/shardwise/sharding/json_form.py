@@ -14,8 +14,6 @@ from shardwise.errors import LayoutError
 from shardwise.sharding.placement import Chunk, OnCoords, Placement, Replicate, Split
 from shardwise.topology.shape import MeshShape
 
-__all__ = ["from_json", "to_json"]
-
 _PLAIN = frozenset((str, int, float, bool, NoneType))
 _KINDS: dict[str, type] = {"replicate": Replicate, "held": OnCoords, "chunk": Chunk, "split": Split}
 _NAMES = {kind: name for name, kind in _KINDS.items()}

@@ -13,8 +13,6 @@ from shardwise.errors import LayoutError
 from shardwise.sharding.boxes import Box, Interval
 from shardwise.sharding.placement import Chunk, OnCoords, Placement, Replicate, Split
 
-__all__ = ["Layout", "Piece", "Step"]
-
 
 @dataclass(frozen=True)
 class Piece:

@@ -13,20 +13,6 @@ from dataclasses import dataclass
 from shardwise.errors import LayoutError
 from shardwise.sharding.boxes import Interval, subtract
 
-__all__ = [
-    "Chunk",
-    "OnCoords",
-    "Placement",
-    "Replicate",
-    "Split",
-    "equal_sections",
-    "join_intervals",
-    "split_blocks",
-    "split_even",
-    "split_heads",
-    "split_sections",
-]
-
 
 @dataclass(frozen=True)
 class Replicate:

@@ -7,8 +7,6 @@ from shardwise.errors import LayoutError
 from shardwise.sharding.boxes import Box, intersect, move, subtract, volume
 from shardwise.sharding.layout import Piece
 
-__all__ = ["Copy", "Source", "copies"]
-
 
 @dataclass(frozen=True)
 class Source:

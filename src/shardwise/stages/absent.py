@@ -22,8 +22,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.errors import UnsupportedError
 
-__all__ = ["FACTORIES", "Absent", "present"]
-
 _aten = torch.ops.aten
 # What they make depends on the shape of what they are given, not on its values: it is present.
 FACTORIES = (

@@ -6,8 +6,6 @@ operation NUMBER, counting those on values that depend on parameters outside of 
 of layers. A path joins the keys and indices that lead to a tensor by dots; it is empty for a tensor itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,8 +13,6 @@ from torch import Tensor, nn
 
 from shardwise.runtime.arguments import argument_names
 from shardwise.stages.absent import FACTORIES
-
-__all__ = ["find_tensor", "is_dropout", "made_by", "named_arguments", "named_tensors", "used_by", "writes"]
 
 _WRITING = frozenset(("__setitem__", "__iadd__", "__imul__", "__isub__", "__itruediv__"))
 _OF_FIRST = frozenset(("type_as", "expand_as", "view_as", "reshape_as"))

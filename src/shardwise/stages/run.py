@@ -32,7 +32,6 @@ from shardwise.stages.anchors import find_tensor, is_dropout, made_by, named_arg
 if TYPE_CHECKING:
     from shardwise.stages.model import Stages
 
-__all__ = ["ComputeRun", "MeasureRun", "Module", "Outgoing", "Own", "StageRun", "StageTensor"]
 
 Own = Callable[..., Any]
 

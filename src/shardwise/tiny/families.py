@@ -4,32 +4,9 @@ Names are those of transformers' configurations, including aliases (`d_model` is
 listed keep their value: norms, activations, multipliers, biases, dropout and ties are structure, not size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-__all__ = [
-    "CAPS",
-    "FAMILIES",
-    "FEED_FORWARDS",
-    "HEADS",
-    "HEAD_DIMS",
-    "HIDDEN",
-    "KEY_VALUE_HEADS",
-    "LAYER_COUNTS",
-    "LAYER_CYCLES",
-    "LAYER_FLAGS",
-    "LAYER_PERIODS",
-    "LAYER_PREFIXES",
-    "LAYER_SUFFIXES",
-    "QUERY_HEADS",
-    "RANKED_WIDTHS",
-    "STAGE_DEPTHS",
-    "VOCABULARIES",
-    "Family",
-]
 
 
 def _names(text: str) -> frozenset[str]:

@@ -1,13 +1,9 @@
 """Reads fields of configurations under any of their names, and walks nested configurations."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 from transformers import PreTrainedConfig
-
-__all__ = ["fields_of", "is_count", "layer_overrides", "read_field", "sub_configs"]
 
 
 def sub_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:

@@ -1,7 +1,5 @@
 """Makes batches, with labels, for a tiny model's forward."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -15,8 +13,6 @@ from shardwise.tiny.families import FAMILIES
 from shardwise.tiny.fields import sub_configs
 from shardwise.tiny.objective import clone_batch
 from shardwise.tiny.signals import SIGNALS, class_names, make_patches, make_signal, signals_of
-
-__all__ = ["Padding", "add_media", "guess_batches", "make_batch", "missing_media"]
 
 Padding = Literal["none", "left", "right"]
 

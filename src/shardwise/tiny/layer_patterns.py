@@ -1,14 +1,10 @@
 """Chooses the layers of a tiny model: few, and of every kind in the original."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping
 from typing import Any
 
 from shardwise.tiny.families import LAYER_CYCLES, LAYER_FLAGS, LAYER_PERIODS, LAYER_PREFIXES, LAYER_SUFFIXES
 from shardwise.tiny.fields import is_count
-
-__all__ = ["choose_layers", "shrink_layer_lists"]
 
 
 def choose_layers(values: Mapping[str, Any], num_layers: int, wanted: int, *, repeats: int = 1) -> list[int]:

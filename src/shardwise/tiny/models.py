@@ -7,8 +7,6 @@ loss = model(**make_batch(model, seed=0)).loss
 ```
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,15 +1,11 @@
 """Objective of a tiny model: its own loss, or a substitute for models without one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-
-__all__ = ["clone_batch", "has_loss", "loss_or_surrogate"]
 
 
 def clone_batch(batch: Mapping[str, Any]) -> dict[str, Any]:

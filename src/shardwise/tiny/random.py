@@ -1,7 +1,5 @@
 """Random numbers of tiny models: seeding all streams, setting dropout, and detecting draws."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Iterator, Mapping
@@ -14,8 +12,6 @@ from torch import nn
 
 from shardwise.runtime.modes import dropout_chances, is_in_backward
 from shardwise.tiny.objective import clone_batch, loss_or_surrogate
-
-__all__ = ["draws_shared", "fork_all_rng", "set_dropout", "training_copy"]
 
 _DROPOUT = 0.2
 

@@ -1,7 +1,5 @@
 """Shrinks a model's configuration to a tiny one of the same structure."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterable, Mapping
@@ -12,8 +10,6 @@ from transformers import PreTrainedConfig
 from shardwise.tiny import families as rules
 from shardwise.tiny.fields import fields_of, is_count, layer_overrides, read_field, sub_configs
 from shardwise.tiny.layer_patterns import choose_layers, shrink_layer_lists
-
-__all__ = ["apply_repeatable", "keep_layers", "shrink_config"]
 
 # Endings of fields that make training random: dropout, stochastic depth, masking of spectrograms, noise on routers.
 _RANDOM = (

@@ -1,7 +1,5 @@
 """Makes images and audio for tiny multimodal models."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Mapping
@@ -15,8 +13,6 @@ from transformers.models.auto import modeling_auto
 from shardwise.errors import UnsupportedError
 from shardwise.tiny.families import FAMILIES
 from shardwise.tiny.fields import fields_of, sub_configs
-
-__all__ = ["SIGNALS", "class_names", "make_patches", "make_signal", "signals_of"]
 
 _ANY_IMAGE = 64  # pixels of images for models that take every size
 SIGNALS = ("pixel_values", "pixel_values_videos", "input_features", "input_values")

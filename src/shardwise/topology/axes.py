@@ -2,8 +2,6 @@
 
 from shardwise.errors import MeshError, did_you_mean
 
-__all__ = ["AXES", "DATA_AXES", "SAME_ROWS_AXES", "SIZE_NAMES", "UNSERVED_AXES", "check_axis"]
-
 AXES: tuple[str, ...] = ("pp", "ddp", "fsdp", "cp", "tp")
 """Axis names, outermost first: ranks along the last axis are neighbours, where the links are fastest."""
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass, fields
 from shardwise.errors import MeshError, counted, did_you_mean
 from shardwise.topology.axes import AXES, DATA_AXES, SIZE_NAMES, check_axis
 
-__all__ = ["MeshShape", "describe_crossing"]
-
 _ENTRY = re.compile(r"([A-Za-z_]+)(-?[0-9]+)")
 _EXAMPLE = 'write axis names and sizes, outermost first, such as "pp2.fsdp2.tp4"'
 

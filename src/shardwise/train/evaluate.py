@@ -1,7 +1,5 @@
 """Validation: the loss on held-out rows, the same for every layout."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,8 +15,6 @@ from shardwise.mesh import Mesh
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.modes import in_eval_mode
 from shardwise.topology.axes import DATA_AXES
-
-__all__ = ["build_evaluation", "evaluation_batches"]
 
 
 def build_evaluation(

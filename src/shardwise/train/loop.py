@@ -3,8 +3,6 @@
 Its components are built elsewhere, so it does not know how a model was split or where a batch came from.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import math
@@ -23,8 +21,6 @@ from shardwise.estimate.flops import peak_flops
 from shardwise.optim.host_copy import HostCopy
 from shardwise.train.run_config import OptimizerConfig, lr_factor
 from shardwise.train.step import StepResult
-
-__all__ = ["Checkpoints", "Reporter", "StepRecord", "TrainingComponents", "run_loop"]
 
 logger = logging.getLogger("shardwise.train")
 

@@ -4,8 +4,6 @@ The fields are the keys of the YAML file of `shardwise train`: their names, type
 only here. `cli/config_file.py` reads the file.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """One training step, forward and backward, for every layout."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

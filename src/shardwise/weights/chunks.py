@@ -17,8 +17,6 @@ from shardwise.sharding.boxes import Box, find_overlap, full_box, intersect, mov
 from shardwise.weights.index import CheckpointIndex, TensorEntry
 from shardwise.weights.nodes import StoredTensor
 
-__all__ = ["Chunk", "ChunkedIndex", "ChunkedTensor"]
-
 
 @dataclass(frozen=True)
 class Chunk:

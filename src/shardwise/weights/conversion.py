@@ -35,8 +35,6 @@ from shardwise.weights.index import CheckpointIndex
 from shardwise.weights.lazy import LazyTensor
 from shardwise.weights.nodes import StoredTensor
 
-__all__ = ["ExportGroup", "Resolution", "has_tied_weights", "plan_export", "resolve_keys", "untie"]
-
 Shape = tuple[int, ...]
 
 

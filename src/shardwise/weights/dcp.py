@@ -5,8 +5,6 @@ DCP stores its metadata as a pickle. A restricted unpickler allows only the data
 is data. torch reads the tensors' files with `weights_only=True`.
 """
 
-from __future__ import annotations
-
 import functools
 import io
 import json
@@ -23,8 +21,6 @@ from torch.distributed.checkpoint import filesystem, metadata
 from shardwise.errors import LoadError, UnsupportedError
 from shardwise.sharding.boxes import Box
 from shardwise.weights.chunks import Chunk, ChunkedIndex, ChunkedTensor
-
-__all__ = ["open_dcp", "open_sharded_safetensors"]
 
 _KNOWN: dict[tuple[str, str], Any] = {
     **{

@@ -1,7 +1,5 @@
 """Opens weights in the format that a directory holds, recognized by its files."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -9,8 +7,6 @@ from typing import Any
 from shardwise.errors import LoadError
 from shardwise.weights import dcp, kinds
 from shardwise.weights.index import CheckpointIndex
-
-__all__ = ["config_place", "open_weights"]
 
 
 def config_place(source: str | os.PathLike[str]) -> str | os.PathLike[str]:

@@ -23,8 +23,6 @@ from shardwise.weights.nodes import StoredTensor
 from shardwise.weights.staging import disk_errors
 from shardwise.weights.tensor_file import bytes_of
 
-__all__ = ["CheckpointIndex", "TensorEntry"]
-
 # Smaller tensors are copied: a map of their own saves them nothing.
 _MAPPED_BYTES = 2**16
 _SAMPLES = 1024

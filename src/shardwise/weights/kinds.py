@@ -1,24 +1,10 @@
 """Recognizes a directory by the names of its files. Opens no file."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
 from shardwise.errors import LoadError
 from shardwise.weights.staging import disk_errors
-
-__all__ = [
-    "ADAPTER_CONFIG",
-    "CONVERTIBLE",
-    "DCP",
-    "NXD",
-    "OPTIMUM_NEURON",
-    "SHARDED_SAFETENSORS",
-    "check_no_checkpoint",
-    "describe_kind",
-    "kind_of",
-]
 
 ADAPTER_CONFIG = "adapter_config.json"
 DCP = "a directory of torch.distributed.checkpoint (DCP)"

@@ -29,8 +29,6 @@ from shardwise.weights.nodes import (
     StoredTensor,
 )
 
-__all__ = ["LazyTensor"]
-
 _aten = torch.ops.aten
 
 

@@ -16,8 +16,6 @@ from transformers.utils.hub import cached_file
 from shardwise.errors import LoadError, did_you_mean
 from shardwise.weights.staging import disk_errors
 
-__all__ = ["HUB_OPTIONS", "CheckpointFiles", "locate_files", "locate_source"]
-
 HUB_OPTIONS = (
     "cache_dir",
     "force_download",

@@ -12,8 +12,6 @@ Optimum Neuron writes metadata beside the files. Key and value heads are repeate
 then all again). Query heads, and the columns of the output projection, are in the order of the key heads they meet.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,8 +24,6 @@ from shardwise.errors import LoadError, UnsupportedError
 from shardwise.sharding.boxes import Box, full_box, shape_of
 from shardwise.sharding.layout import Layout
 from shardwise.weights.chunks import Chunk, ChunkedIndex, ChunkedTensor
-
-__all__ = ["Layouts", "open_nxd", "open_optimum_neuron"]
 
 Layouts = Callable[[int], Mapping[str, Layout]]
 """The layout of each parameter, by name, over that many tp ranks."""

@@ -14,17 +14,6 @@ import torch
 from shardwise.sharding.boxes import Box, full_box, intersect, move, shape_of, slices
 from shardwise.weights.views import reshape_boxes
 
-__all__ = [
-    "Cast",
-    "Joined",
-    "Narrowed",
-    "Node",
-    "Permuted",
-    "Reshaped",
-    "Store",
-    "StoredTensor",
-]
-
 
 class Store(Protocol):
     """Source of stored tensors; `CheckpointIndex` is one."""

@@ -6,8 +6,6 @@ first renamed to the name that `aside_of` gives. After a crash between the two r
 there, complete.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -17,17 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shardwise.errors import LoadError
-
-__all__ = [
-    "StagedDirectory",
-    "aside_of",
-    "atomic_file",
-    "disk_errors",
-    "find_asides",
-    "flush_path",
-    "is_url",
-    "leftovers",
-]
 
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.partial")
 _ASIDE = re.compile(r"\.(?P<name>.+)\.replaced")

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 
 from shardwise.sharding.boxes import Box, Interval
 
-__all__ = ["reshape_boxes"]
-
 Shape = tuple[int, ...]
 
 

@@ -24,8 +24,6 @@ from shardwise.weights.kinds import ADAPTER_CONFIG
 from shardwise.weights.staging import disk_errors, flush_path, is_url
 from shardwise.weights.tensor_file import TensorFileWriter
 
-__all__ = ["Planned", "PlannedShards", "PretrainedWriter", "check_target"]
-
 Planned = tuple[str, torch.dtype, Sequence[int]]
 """Name, dtype and shape of a tensor."""
 

@@ -5,8 +5,6 @@ an embedding, A and B are replicated. So ranks exchange only tensors of the adap
 Importing this module requires PEFT.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -25,8 +23,6 @@ from shardwise.runtime.context import SplitContext
 from shardwise.runtime.modes import has_dropout
 from shardwise.runtime.rng import device_rng
 from shardwise.sharding.placement import split_sections
-
-__all__ = ["register_split_layers"]
 
 
 def register_split_layers(model: nn.Module, config: Any) -> None:

@@ -5,8 +5,6 @@ and checkpoints know their parameters, and torch's optimizers are watched. State
 such code saves them per rank.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Collection, Mapping
@@ -50,8 +48,6 @@ from shardwise.tiny.inputs import guess_batches
 from shardwise.tiny.models import set_runnable_mode
 from shardwise.tiny.objective import clone_batch
 from shardwise.tiny.random import fork_all_rng
-
-__all__ = ["adopt_model", "build_in_turns", "check_equal_replicas", "layer_order_by_hand", "split_rewritten"]
 
 _EDITS = ("names", "stages", "registry", "device", "recomputation", "data", "absent")
 """The steps of a model whose modules divide themselves."""

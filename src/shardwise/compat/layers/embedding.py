@@ -1,7 +1,5 @@
 """An embedding split over tp; see `shardwise.compat.layers.split_module`."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -15,8 +13,6 @@ from shardwise.compat.layers.split_module import Init, SplitModule, gather_featu
 from shardwise.mesh import Mesh
 from shardwise.runtime.embedding import SplitEmbedding
 from shardwise.sharding.placement import split_even
-
-__all__ = ["StandaloneEmbedding"]
 
 
 class _LookUp(SplitModule):

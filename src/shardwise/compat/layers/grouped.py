@@ -7,8 +7,6 @@ count once in checkpoints and norms, and the model's backward sums their gradien
 or queries might meet the keys of other heads.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -24,8 +22,6 @@ from shardwise.parameters.registry import entries_of
 from shardwise.plan.options import check_count
 from shardwise.plan.structure import upwards
 from shardwise.sharding.placement import Split, split_even, split_sections
-
-__all__ = ["GroupedProjections", "note_heads"]
 
 
 class GroupedProjections(SplitModule):

@@ -1,7 +1,5 @@
 """Linears split over tp, and norms; see `shardwise.compat.layers.split_module`."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -14,8 +12,6 @@ from shardwise.compat.layers.split_module import Init, SplitModule, gather_featu
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.sharding.placement import equal_sections
-
-__all__ = ["ColumnLinear", "LayerNorm", "RowLinear"]
 
 
 class _SplitLinear(SplitModule):

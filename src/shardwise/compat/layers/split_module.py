@@ -7,8 +7,6 @@ outputs are full, as everywhere outside of regions.
 `shardwise.compat.layers.by_hand` registers the model that holds them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,18 +40,6 @@ from shardwise.runtime.context import SplitContext
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Replicate, Split, equal_sections
 from shardwise.topology.axes import DATA_AXES
-
-__all__ = [
-    "Init",
-    "SplitModule",
-    "by_hand",
-    "gather_features",
-    "layout_of",
-    "mark_known",
-    "new_linear",
-    "own_features",
-    "running_alone",
-]
 
 Init = Callable[[Tensor], Any]
 

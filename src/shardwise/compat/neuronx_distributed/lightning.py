@@ -1,7 +1,5 @@
 """NxD's Lightning classes on top of `shardwise.lightning`; needs the extra `lightning`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -18,11 +16,6 @@ from shardwise.lightning.strategy import ShardwiseStrategy
 from shardwise.optim.summing import multiply_gradients
 from shardwise.plan.options import FsdpPolicy, Precision
 from shardwise.topology.shape import MeshShape
-
-__all__ = [
-    "NeuronLTModule", "NeuronTQDMProgressBar", "NeuronTensorBoardLogger", "NeuronXLAPrecisionPlugin",
-    "NeuronXLAStrategy",
-]  # fmt: skip
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 

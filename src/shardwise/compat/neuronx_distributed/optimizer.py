@@ -3,8 +3,6 @@
 Models sharded by FSDP2 (`FsdpPolicy`) have sharded states with any optimizer.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterable, Sequence
@@ -33,7 +31,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # what torch says of its own package
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-__all__ = ["NeuronZero1Optimizer"]
 
 _IDLE = {"higher_cc_precision", "lazy_init", "optimizer_dtype", "save_master_weights", "use_grad_acc_hook"}
 

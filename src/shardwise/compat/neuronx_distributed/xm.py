@@ -1,7 +1,5 @@
 """The functions of `torch_xla.core.xla_model` that NxD's listings use."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,8 +11,6 @@ from shardwise.job.devices import pick_device
 from shardwise.job.groups import world_group
 from shardwise.job.rendezvous import read_rank, read_world_size
 from shardwise.optim.summing import average_gradients
-
-__all__ = ["mark_step", "master_print", "optimizer_step", "rendezvous", "xla_device"]
 
 
 def optimizer_step(

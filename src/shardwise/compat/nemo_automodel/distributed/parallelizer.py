@@ -3,8 +3,6 @@
 docs/migrate/nemo_automodel.md lists the differences from the original and the reasons.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Converts torch's parallel styles and style strings to rules, and rules to styles."""
 
-from __future__ import annotations
-
 import fnmatch
 import inspect
 import pkgutil
@@ -29,8 +27,6 @@ from shardwise.plan.options import check_kind
 from shardwise.plan.rule import STYLES, Rule
 from shardwise.plan.spec import Plan
 from shardwise.runtime.reading import read_in_forward
-
-__all__ = ["RuleStyle", "hf_plan", "import_from_path", "read_plan", "style_of"]
 
 _PREPARED = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
 _OF_TORCH: dict[str, tuple[type[ParallelStyle], dict[str, Any]]] = {

@@ -19,8 +19,6 @@ from shardwise.lora.library import peft
 from shardwise.parallel.apply import check_unsplit
 from shardwise.plan.options import check_choice, check_kind
 
-__all__ = ["LoRAModel", "LoraConfig", "LoraModel"]
-
 _INITS = {"default": True, "gaussian": "gaussian"}
 _BIASES = ("none", "all", "lora_only")
 _PEFTS = ("lora_alpha", "lora_dropout", "bias", "target_modules", "use_rslora", "modules_to_save")  # named as there

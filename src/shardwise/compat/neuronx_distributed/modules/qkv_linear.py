@@ -1,7 +1,5 @@
 """`GQAQKVColumnParallelLinear`: query, key and value in one module, with copies of few key/value heads."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,8 +10,6 @@ from shardwise.compat.layers.grouped import GroupedProjections
 from shardwise.compat.neuronx_distributed.parallel_layers.layers import own_options
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.errors import ConfigError
-
-__all__ = ["GQAQKVColumnParallelLinear"]
 
 
 def _also_plural(init: Callable[..., None]) -> Callable[..., None]:

@@ -3,8 +3,6 @@
 `shardwise.save_checkpoint` makes checkpoints that any layout can load.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`clip_grad_norm`: by the norm of the full gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """NxD's parallel layers, on top of `SplitModule`s."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`parallel_cross_entropy` of logits split over the vocabulary."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh

@@ -1,7 +1,5 @@
 """NxD's mappings: conversions of activations at the edges of tensor parallelism, in forward and backward."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from shardwise.comm import collectives

@@ -6,8 +6,6 @@ column-split module is padded with zeros, and a row-split module drops the paddi
 have the true sizes. A head of zeros adds nothing, and its gradient is dropped.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """`parallel_state`: one mesh for the process, which NxD's functions use. The only global of these packages."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Random streams that differ between tp ranks, beside torch's default stream, which does not."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +8,6 @@ import numpy
 import torch
 
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
-
-__all__ = ["RNGStatesTracker", "get_xla_rng_tracker", "model_parallel_xla_manual_seed"]
 
 
 class RNGStatesTracker:

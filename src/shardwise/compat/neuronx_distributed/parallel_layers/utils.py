@@ -1,7 +1,5 @@
 """Functions of `parallel_layers.utils`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

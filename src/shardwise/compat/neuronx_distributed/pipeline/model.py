@@ -1,7 +1,5 @@
 """`NxDPPModel`: a model in pipeline stages."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +9,6 @@ from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import 
 from shardwise.compat.neuronx_distributed.trainer.config import neuronx_distributed_config
 from shardwise.compat.neuronx_distributed.trainer.model import NxDModel
 from shardwise.compat.neuronx_distributed.trainer.trainer import split_model
-
-__all__ = ["NxDPPModel"]
 
 
 class NxDPPModel(NxDModel):

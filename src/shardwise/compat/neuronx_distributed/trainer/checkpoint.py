@@ -1,7 +1,5 @@
 """`save_checkpoint` and `load_checkpoint`, on top of ours: from any degrees to any."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`neuronx_distributed_config`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

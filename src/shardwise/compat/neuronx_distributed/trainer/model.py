@@ -12,8 +12,6 @@ from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import 
 from shardwise.compat.run_batch import BatchRunner
 from shardwise.parallel.state_dict_guard import local_state_dict
 
-__all__ = ["NxDModel", "unwrapped"]
-
 
 def _delegated(name: str, *, to: str = "module") -> Callable[..., Any]:
     """Method that calls the method of that name of the wrapped module, or of its `BatchRunner`."""

@@ -1,7 +1,5 @@
 """`NxDOptimizer`: the result of `initialize_parallel_optimizer`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +12,6 @@ from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.optimizer import local_state_of
 from shardwise.optim.summing import average_gradients
 from shardwise.parameters.canonical import sharded_alike
-
-__all__ = ["NxDOptimizer"]
 
 
 class NxDOptimizer(torch.optim.Optimizer):

@@ -1,7 +1,5 @@
 """Builds models and optimizers by a config."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

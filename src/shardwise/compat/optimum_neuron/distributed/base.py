@@ -1,7 +1,5 @@
 """`Parallelizer`: one for every model."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

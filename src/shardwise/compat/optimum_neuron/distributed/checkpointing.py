@@ -1,7 +1,5 @@
 """Converts a sharded checkpoint to one Hugging Face directory."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Optimizers that are built before the model is split, and moved to its parameters afterwards."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Iterable, Mapping
@@ -16,8 +14,6 @@ from shardwise.optim.optimizer import KNOWN, divided_groups, groups_of
 from shardwise.parameters.canonical import local_tensor
 from shardwise.parameters.registry import entry_of, find_parameters
 from shardwise.plan.options import check_kind
-
-__all__ = ["lazy_class", "move_optimizer"]
 
 _ARGUMENTS = "_shardwise_arguments"
 

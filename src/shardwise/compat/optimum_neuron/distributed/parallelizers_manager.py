@@ -1,7 +1,5 @@
 """`ParallelizersManager`: which models can be parallelized."""
 
-from __future__ import annotations
-
 import json
 from importlib import resources
 from typing import Any

@@ -1,7 +1,5 @@
 """Lazy loading and lazy optimizers."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Iterator
