@@ -19,7 +19,7 @@ from shardwise.job.environment import read_slurm_environment
 from shardwise.job.groups import Groups, make_groups, new_group, ranks_along, wide_axes
 from shardwise.job.processes import current_heartbeat, end_processes, start_processes
 from shardwise.job.rendezvous import read_world_size
-from shardwise.topology.axes import AXES, DATA_AXES
+from shardwise.topology.axes import AXES, FSDP_AXES
 from shardwise.topology.shape import MeshShape
 
 Blocks = tuple[tuple[int, ...], ...]
@@ -183,7 +183,7 @@ class Mesh:
                 torch.tensor(ranks, device="cpu").view(sizes),
                 mesh_dim_names=names,
             )
-            data_names = wide_axes(shape, DATA_AXES)
+            data_names = wide_axes(shape, FSDP_AXES)
             mesh.data_mesh = mesh.device_mesh[data_names] if data_names else None
             mesh.tensor_mesh = mesh.device_mesh["tp"] if shape.size("tp") > 1 else None
         return mesh

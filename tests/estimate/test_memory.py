@@ -12,8 +12,8 @@ pytestmark = pytest.mark.pure
 
 
 def test_every_axis_takes_its_share_and_the_first_rank_holds_most():
-    weight = Layout((10, 6), (Step("tp", 2, split_even(1, 6, parts=2)), Step("fsdp", 4, Chunk(0))))
-    norm = Layout((10,), (Step("tp", 2, Replicate()), Step("fsdp", 4, Chunk(0))))
+    weight = Layout((10, 6), (Step(("tp",), (2,), split_even(1, 6, parts=2)), Step(("fsdp",), (4,), Chunk(0))))
+    norm = Layout((10,), (Step(("tp",), (2,), Replicate()), Step(("fsdp",), (4,), Chunk(0))))
     first = state_bytes([weight, norm], {"tp": 0, "fsdp": 0})
     assert first.parameters == first.gradients == (3 * 3 + 3) * 4
     assert first.optimizer == 2 * first.parameters and first.total == 4 * first.parameters

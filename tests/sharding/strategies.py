@@ -1,6 +1,7 @@
 """Random splits and layouts, and a reference that computes local tensors from them by slicing whole arrays."""
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -77,10 +78,13 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> Layout:
     steps: list[Step] = []
     if draw(st.booleans()):
         num_ranks = draw(st.integers(1, 3))
-        steps.append(Step("pp", num_ranks, draw(helds(parts=num_ranks))))
+        steps.append(Step(("pp",), (num_ranks,), draw(helds(parts=num_ranks))))
     whole = set(range(len(shape)))
-    for axis in AXES[: draw(st.integers(0, len(AXES)))]:
-        parts = draw(st.integers(1, 4))
+    left = AXES[: draw(st.integers(0, len(AXES)))]
+    while left:
+        axes = left[: draw(st.integers(1, 2))]
+        left, sizes = left[len(axes) :], tuple(draw(st.integers(1, 4 // len(axes))) for _ in axes)
+        parts = math.prod(sizes)
         choices: list[st.SearchStrategy[Placement]] = [st.just(Replicate())]
         choices += [st.just(Chunk(dim)) for dim in range(len(shape))]
         for dim in whole:
@@ -89,7 +93,7 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> Layout:
         placement = draw(st.one_of(choices))
         if isinstance(placement, Chunk | Split):
             whole.discard(placement.dim)
-        steps.append(Step(axis, parts, placement))
+        steps.append(Step(tuple(axes), sizes, placement))
     return Layout(shape, tuple(steps))
 
 
@@ -103,17 +107,18 @@ def whole_tensor(shape: tuple[int, ...]) -> NDArray[np.int64]:
 
 def all_coords(layout: Layout) -> Iterator[dict[str, int]]:
     """Every position on the axes of the steps."""
-    for position in itertools.product(*(range(step.size) for step in layout.steps)):
-        yield {step.axis: coord for step, coord in zip(layout.steps, position, strict=True)}
+    for position in itertools.product(*(step.coords() for step in layout.steps)):
+        yield {axis: coord for coords in position for axis, coord in coords.items()}
 
 
 def local_tensor(layout: Layout, coords: Mapping[str, int]) -> NDArray[np.int64] | None:
     """The local tensor at `coords`, by applying each step to a real array; None where others hold it."""
     array = whole_tensor(layout.shape)
     for step in layout.steps:
-        if isinstance(step.placement, OnCoords) and coords[step.axis] not in step.placement.coords:
+        coord = int(np.ravel_multi_index([coords[axis] for axis in step.axes], step.sizes))
+        if isinstance(step.placement, OnCoords) and coord not in step.placement.coords:
             return None
-        array = _apply(array, step.placement, coord=coords[step.axis], parts=step.size)
+        array = _apply(array, step.placement, coord=coord, parts=step.size)
     return array
 
 

@@ -9,6 +9,7 @@ from shardwise.sharding.boxes import full_box, shape_of, volume
 from shardwise.sharding.division import LEAST_ELEMENTS, MOST_ELEMENTS, assign_writers
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Chunk, Replicate, split_heads
+from shardwise.topology.axes import SIZE_NAMES
 from shardwise.topology.shape import MeshShape
 from tests.sharding.strategies import at, layouts, shapes
 
@@ -17,9 +18,9 @@ pytestmark = pytest.mark.pure
 
 @given(shapes.flatmap(layouts))
 def test_every_element_once_by_a_rank_that_holds_it(layout):
-    sizes = {f"{axis}_size" if axis != "ddp" else "dp_replicate_size": 1 for axis in ("tp", "fsdp", "ddp")}
+    sizes: dict[str, int] = {}
     for step in layout.steps:
-        sizes["dp_replicate_size" if step.axis == "ddp" else f"{step.axis}_size"] = step.size
+        sizes |= {SIZE_NAMES[axis]: size for axis, size in zip(step.axes, step.sizes, strict=True)}
     mesh = MeshShape(**sizes)
     count = np.zeros(layout.shape, dtype=int)
     for portion in assign_writers({"a": layout}, mesh)["a"]:
@@ -34,7 +35,9 @@ def test_every_element_once_by_a_rank_that_holds_it(layout):
 def steps(mesh, placement=None):
     """Replicated over every axis but tp, which `placement` splits."""
     wide = [axis for axis in ("tp", "fsdp", "ddp") if mesh.size(axis) > 1]
-    return tuple(Step(axis, mesh.size(axis), placement if axis == "tp" and placement else Replicate()) for axis in wide)
+    return tuple(
+        Step((axis,), (mesh.size(axis),), placement if axis == "tp" and placement else Replicate()) for axis in wide
+    )
 
 
 @pytest.mark.parametrize("text", ["ddp8", "tp4", "ddp2.fsdp2", "ddp2.tp4", "ddp16.fsdp4.tp8"])
@@ -47,8 +50,8 @@ def test_no_rank_writes_much_more_than_the_mean(text):
         given[f"{layer}.up"] = Layout((2048, 8192), steps(mesh))
         given[f"{layer}.norm"] = Layout((2048,), steps(mesh))
     if mesh.size("fsdp") > 1:
-        shards = Step("fsdp", mesh.size("fsdp"), Chunk(0))
-        given["sharded"] = Layout((4096, 4096), (*(s for s in steps(mesh) if s.axis != "fsdp"), shards))
+        shards = Step(("fsdp",), (mesh.size("fsdp"),), Chunk(0))
+        given["sharded"] = Layout((4096, 4096), (*(s for s in steps(mesh) if s.axes != ("fsdp",)), shards))
     loads = [0] * mesh.world_size
     for name, portions in assign_writers(given, mesh).items():
         assert sum(volume(portion.box) for portion in portions) == volume(full_box(given[name].shape))
@@ -68,6 +71,6 @@ def test_what_some_ranks_do_not_have_they_do_not_write():
 
 def test_holders_that_hold_nothing_are_an_error():
     mesh = MeshShape.parse("fsdp4")
-    layout = Layout((8, 8), (Step("fsdp", 4, Chunk(0)),))
+    layout = Layout((8, 8), (Step(("fsdp",), (4,), Chunk(0)),))
     with pytest.raises(LayoutError, match=r"no rank of \[2\] holds the elements \[0:2, 0:8\] of a"):
         assign_writers({"a": layout}, mesh, holders={"a": [2]})

@@ -50,7 +50,9 @@ def test_no_steps_is_the_whole_tensor():
 
 
 def test_tensor_parallel_then_fsdp():
-    layout = Layout((8, 3), (Step("tp", 4, split_heads(0, 2, head_dim=4, parts=4)), Step("fsdp", 2, Chunk(0))))
+    layout = Layout(
+        (8, 3), (Step(("tp",), (4,), split_heads(0, 2, head_dim=4, parts=4)), Step(("fsdp",), (2,), Chunk(0)))
+    )
     assert layout.local_shape({"tp": 3, "fsdp": 1}) == (2, 3)
     assert layout.pieces({"tp": 3, "fsdp": 1, "pp": 7}) == (Piece(((6, 8), (0, 3)), ((0, 2), (0, 3))),)
     assert layout.owned({"tp": 3, "fsdp": 1}) == ()
@@ -58,18 +60,30 @@ def test_tensor_parallel_then_fsdp():
 
 
 def test_a_split_of_a_split():
-    layout = Layout((8,), (Step("tp", 2, split_even(0, 8, parts=2)), Step("cp", 2, split_even(0, 4, parts=2))))
+    layout = Layout(
+        (8,), (Step(("tp",), (2,), split_even(0, 8, parts=2)), Step(("cp",), (2,), split_even(0, 4, parts=2)))
+    )
     assert layout.pieces({"tp": 1, "cp": 1}) == (Piece(((6, 8),), ((0, 2),)),)
 
 
+def test_flattened_axes_chunk_as_one():
+    def num_rows(*steps: Step) -> list[int]:
+        return [
+            Layout((10,), steps).local_shape(coords)[0] for coords in Step(("fsdp", "cp"), (2, 2), Chunk(0)).coords()
+        ]
+
+    assert num_rows(Step(("fsdp", "cp"), (2, 2), Chunk(0))) == [3, 3, 3, 1]
+    assert num_rows(Step(("fsdp",), (2,), Chunk(0)), Step(("cp",), (2,), Chunk(0))) == [3, 2, 3, 2]
+
+
 def test_replicas_own_nothing():
-    replicated = Layout((4,), (Step("ddp", 2, Replicate()),))
+    replicated = Layout((4,), (Step(("ddp",), (2,), Replicate()),))
     assert replicated.owned({"ddp": 0}) == replicated.pieces({"ddp": 1})
     assert replicated.owned({"ddp": 1}) == ()
 
 
 def test_stages_hold_a_tied_parameter_or_nothing():
-    layout = Layout((4,), (Step("pp", 3, OnCoords((0, 2))), Step("tp", 2, split_even(0, 4, parts=2))))
+    layout = Layout((4,), (Step(("pp",), (3,), OnCoords((0, 2))), Step(("tp",), (2,), split_even(0, 4, parts=2))))
     assert layout.local_shape({"pp": 2, "tp": 1}) == (2,)
     assert layout.pieces({"pp": 2, "tp": 1}) == layout.owned({"pp": 0, "tp": 1})
     assert layout.owned({"pp": 2, "tp": 1}) == layout.pieces({"pp": 1, "tp": 1}) == ()
@@ -81,10 +95,10 @@ def test_stages_hold_a_tied_parameter_or_nothing():
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (lambda: Layout((4,), (Step("tp", 3, split_even(0, 4, parts=2)),)), "the axis has 3 ranks"),
-        (lambda: Layout((5,), (Step("tp", 2, split_even(0, 4, parts=2)),)), "dim 0 has size 5 there"),
+        (lambda: Layout((4,), (Step(("tp",), (3,), split_even(0, 4, parts=2)),)), "the axis has 3 ranks"),
+        (lambda: Layout((5,), (Step(("tp",), (2,), split_even(0, 4, parts=2)),)), "dim 0 has size 5 there"),
         (
-            lambda: Layout((5,), tuple(Step(axis, 2, split_even(0, 5, parts=2)) for axis in ("tp", "cp"))),
+            lambda: Layout((5,), tuple(Step((axis,), (2,), split_even(0, 5, parts=2)) for axis in ("tp", "cp"))),
             "dim 0 has size 2 or 3 there",
         ),
     ],

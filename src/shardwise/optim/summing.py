@@ -12,7 +12,7 @@ from shardwise.errors import GradientError, UnsupportedError
 from shardwise.mesh import Mesh
 from shardwise.parameters.registry import DataHandling, ParameterEntry, Registry, entry_of, local_part
 from shardwise.plan.rule import UNREACHED
-from shardwise.topology.axes import DATA_AXES
+from shardwise.topology.axes import FSDP_AXES
 
 Value = TypeVar("Value")
 
@@ -128,7 +128,7 @@ def _refuse_unproved(summands: Sequence[_Summand]) -> None:
 
 def _sum_over_data(reduced: Sequence[_Summand], registry: Registry) -> None:
     """Sums the gradients outside of FSDP2, and removes those in FSDP2 that no rank has used."""
-    group, uses = registry.mesh.group(*DATA_AXES), registry.uses
+    group, uses = registry.mesh.group(*FSDP_AXES), registry.uses
     parts = [part for each in reduced for part in (each.local, each.present)]
     if group is not None and uses.has_reduced:
         like = parts[0] if parts else torch.empty((), device=host_device(group, registry.mesh.device))
@@ -191,7 +191,7 @@ def average_gradients(parameters: Iterable[Tensor], mesh: Mesh) -> None:
 
     Communicates: over the data axes, one all-reduce per dtype.
     """
-    group = mesh.group(*DATA_AXES)
+    group = mesh.group(*FSDP_AXES)
     if group is None:
         return
     gradients: list[Tensor] = []

@@ -23,9 +23,9 @@ from shardwise.runtime.adapters import is_adapter, unwrapped
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.linear import RowSplit, apply_mixin
 from shardwise.runtime.modes import has_dropout
-from shardwise.sharding.layout import Layout, Step
-from shardwise.sharding.placement import Replicate, Split
-from shardwise.topology.axes import DATA_AXES
+from shardwise.sharding.layout import Layout, steps_along
+from shardwise.sharding.placement import Split
+from shardwise.topology.axes import FSDP_AXES
 
 
 def apply_adapters(model: nn.Module, registry: Registry) -> None:
@@ -125,7 +125,7 @@ class SplitAdapter:
 def _split_later(wrapper: Any, fqn: str, adapter: str, registry: Registry) -> None:
     adapted, mesh = describe_adapter(fqn, wrapper, adapter), registry.mesh
     planned = plan_adapter(adapted, registry.plan.parameters[adapted.weight], num_parts=mesh.size("tp"))
-    over_data = tuple(Step(axis, mesh.size(axis), Replicate()) for axis in DATA_AXES[::-1] if mesh.size(axis) > 1)
+    over_data = steps_along(FSDP_AXES[::-1], mesh.shape)
     for name, each in planned.items():
         inner, _, own = name.removeprefix(f"{fqn}.").rpartition(".")
         owner = wrapper.get_submodule(inner)

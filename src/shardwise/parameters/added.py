@@ -17,9 +17,8 @@ from shardwise.parameters.registry import (
 )
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.structure import fqn_of
-from shardwise.sharding.layout import Layout, Step
-from shardwise.sharding.placement import Replicate
-from shardwise.topology.axes import DATA_AXES
+from shardwise.sharding.layout import Layout, steps_along
+from shardwise.topology.axes import FSDP_AXES
 
 _INPUT = "_shardwise_input"
 
@@ -49,7 +48,7 @@ def adopt_parameters(model: nn.Module) -> None:
     """
     registry, inputs = registry_of(model), {"": "full"}
     mesh = registry.mesh
-    steps = tuple(Step(axis, mesh.size(axis), Replicate()) for axis in ("tp", *DATA_AXES[::-1]) if mesh.size(axis) > 1)
+    steps = steps_along(("tp", *FSDP_AXES[::-1]), mesh.shape)
     for name, module in model.named_modules():
         kind = inputs[name] = module.__dict__.get(_INPUT) or inputs[name.rpartition(".")[0]]
         for own, parameter in module._parameters.items():

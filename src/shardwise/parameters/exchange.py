@@ -40,15 +40,15 @@ def gather_full(parts: Sequence[Part], mesh: Mesh) -> list[Tensor]:
     """
     values = [None if part.local is None else local_part(part.local).detach() for part in parts]
     for back in range(1, 1 + max(len(part.layout.steps) for part in parts)):
-        exchanged: dict[tuple[str, str], list[int]] = {}
+        exchanged: dict[tuple[tuple[str, ...], str], list[int]] = {}
         for number, (part, value) in enumerate(zip(parts, values, strict=True)):
             if value is None or back > len(part.layout.steps):
                 continue
             step = part.layout.steps[-back]
-            if not isinstance(step.placement, Replicate | OnCoords) and mesh.group(step.axis) is not None:
-                exchanged.setdefault((step.axis, str(value.dtype)), []).append(number)
-        for (axis, _), numbers in sorted(exchanged.items()):  # all ranks in the same order, whatever they hold
-            group = mesh.group(axis)
+            if not isinstance(step.placement, Replicate | OnCoords) and mesh.group(*step.axes) is not None:
+                exchanged.setdefault((step.axes, str(value.dtype)), []).append(number)
+        for (axes, _), numbers in sorted(exchanged.items()):  # all ranks in the same order, whatever they hold
+            group = mesh.group(*axes)
             assert group is not None, "looked up above"
             layouts = [_one_step(parts[number].layout, back, mesh) for number in numbers]
             locals_ = [value for number in numbers if (value := values[number]) is not None]
@@ -85,7 +85,7 @@ def _gathered(values: Sequence[Tensor], layouts: Sequence[Layout], group: Group)
     shapes, flats = [], []
     for value, layout in zip(values, layouts, strict=True):
         (step,) = layout.steps
-        shapes.append([layout.local_shape({step.axis: coord}) for coord in range(step.size)])
+        shapes.append([layout.local_shape(coords) for coords in step.coords()])
         missing = max(torch.Size(shape).numel() for shape in shapes[-1]) - value.numel()
         flat = value.reshape(-1)
         flats.append(torch.cat([flat, flat.new_zeros(missing)]) if missing else flat)
@@ -96,7 +96,7 @@ def _gathered(values: Sequence[Tensor], layouts: Sequence[Layout], group: Group)
         full = torch.empty(layout.shape, dtype=joined.dtype, device=joined.device)
         for coord, shape in enumerate(of_coords):
             part = own[coord][: torch.Size(shape).numel()].view(shape)
-            for piece in layout.owned({layout.steps[0].axis: coord}):
+            for piece in layout.owned(layout.steps[0].coords()[coord]):
                 full[slices(piece.full)] = part[slices(piece.local)]
         found.append(full)
     return found

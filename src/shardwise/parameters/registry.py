@@ -148,7 +148,7 @@ class ParameterEntry:
     @functools.cached_property
     def tensor_layout(self) -> Layout:
         """Layout over tp alone: the layout of the parameter while its FSDP unit runs."""
-        return Layout(self.layout.shape, tuple(step for step in self.layout.steps if step.axis == "tp"))
+        return Layout(self.layout.shape, tuple(step for step in self.layout.steps if step.axes == ("tp",)))
 
     def wrap(self, local: Tensor) -> Tensor:
         """Converts this rank's part to the form of the model's parameter: a `DTensor` over the data axes if FSDP2

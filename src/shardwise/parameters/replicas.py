@@ -86,7 +86,7 @@ def _shared_values(entry: ParameterEntry, local: Tensor) -> Iterator[tuple[tuple
     and the value.
     """
     mesh = entry.registry.mesh
-    placed = {step.axis: step.placement for step in entry.layout.steps}
+    placed = {axis: step.placement for step in entry.layout.steps for axis in step.axes}
     holders_of = {
         axis: _coords_that_hold(placed.get(axis), mesh.size(axis)) for axis in mesh.coords if mesh.size(axis) > 1
     }

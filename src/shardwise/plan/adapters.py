@@ -135,7 +135,7 @@ def _planned(
     if isinstance(placement, Split):
         style, why = f"split({placement.dim})", "as its base"
     rule = ParameterRule(parameter.fqn, style, source="adapter", reason=why)
-    steps = (Step("tp", num_parts, placement),) if num_parts > 1 else ()
+    steps = (Step(("tp",), (num_parts,), placement),) if num_parts > 1 else ()
     return ParameterPlan(fqn=parameter.fqn, layout=Layout(parameter.shape, steps), rule=rule, gradient=gradient)
 
 

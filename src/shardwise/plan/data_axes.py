@@ -31,9 +31,8 @@ from shardwise.plan.families import SINGLE_FSDP_UNIT
 from shardwise.plan.match import match
 from shardwise.plan.pipeline_plan import PipelinePlan
 from shardwise.plan.structure import ModelFacts, is_within, nearest, outermost, outermost_layers, parent_of, upwards
-from shardwise.sharding.layout import Layout, Step
-from shardwise.sharding.placement import Chunk, OnCoords, Replicate, Split
-from shardwise.topology.axes import DATA_AXES
+from shardwise.sharding.layout import Layout, Step, steps_along
+from shardwise.sharding.placement import Chunk, OnCoords, Split
 from shardwise.topology.shape import MeshShape
 
 
@@ -65,7 +64,7 @@ def _over_stages(planned: ParameterPlan, plan: SplitPlan) -> ParameterPlan:
         return planned
     names = [planned.fqn, *(alias for alias, canonical in plan.tied.items() if canonical == planned.fqn)]
     coords = sorted({plan.pipeline.rank_of[stage] for name in names for stage in plan.stages_holding(name)})
-    step = Step("pp", plan.shape.pp_size, OnCoords(tuple(coords)))
+    step = Step(("pp",), (plan.shape.pp_size,), OnCoords(tuple(coords)))
     return replace(planned, stages=tuple(coords), layout=Layout(planned.shape, (step, *planned.layout.steps)))
 
 
@@ -112,11 +111,7 @@ def _over_data(planned: ParameterPlan, shape: MeshShape, *, in_full: bool) -> Pa
         return planned
     aligned = shape.fsdp_size == 1 or _are_replicas_aligned(planned.placement)
     in_full = in_full or not planned.shape or not aligned
-    steps = [
-        Step(axis, shape.size(axis), Replicate() if in_full or axis == "ddp" else Chunk(0))
-        for axis in reversed(DATA_AXES)
-        if shape.size(axis) > 1
-    ]
+    steps = (*steps_along(["fsdp"], shape, None if in_full else Chunk(0)), *steps_along(["ddp"], shape))
     layout = Layout(planned.shape, (*planned.layout.steps, *steps))
     return replace(planned, layout=layout, data="reduced" if in_full else "managed")
 

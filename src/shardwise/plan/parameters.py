@@ -56,7 +56,7 @@ class ParameterRules:
                 why=error.why,
                 fix=error.fix,
             ) from error
-        steps = (Step("tp", self.num_parts, placement),) if self.num_parts > 1 else ()
+        steps = (Step(("tp",), (self.num_parts,), placement),) if self.num_parts > 1 else ()
         gradient = self._gradient(rule, fqn, placement)
         return ParameterPlan(fqn=fqn, layout=Layout(shape, steps), rule=rule, gradient=gradient)
 

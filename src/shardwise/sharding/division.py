@@ -128,8 +128,8 @@ def assign_writers(
 
 def _find_holders(layout: Layout, places: Sequence[Mapping[str, int]]) -> _Holders:
     """The boxes that the ranks at these coords own, each with all ranks that hold it, including the owner."""
-    replicated = {step.axis: 0 for step in layout.steps if isinstance(step.placement, Replicate)}
-    axes = [step.axis for step in layout.steps if step.axis not in replicated and step.size > 1]
+    replicated = {axis: 0 for step in layout.steps if isinstance(step.placement, Replicate) for axis in step.axes}
+    axes = [axis for step in layout.steps if step.size > 1 for axis in step.axes if axis not in replicated]
     ranks_at: dict[tuple[int, ...], list[int]] = {}
     for rank, coords in enumerate(places):
         ranks_at.setdefault(tuple(coords[axis] for axis in axes), []).append(rank)

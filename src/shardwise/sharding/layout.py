@@ -6,12 +6,16 @@ tensor at all, then tensor parallelism, then FSDP's chunks of the tensor-paralle
 """
 
 import itertools
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from shardwise.errors import LayoutError
 from shardwise.sharding.boxes import Box, Interval
+from shardwise.sharding.json_form import from_json, to_json
 from shardwise.sharding.placement import Chunk, OnCoords, Placement, Replicate, Split
+from shardwise.topology.shape import MeshShape
 
 
 @dataclass(frozen=True)
@@ -24,18 +28,51 @@ class Piece:
 
 @dataclass(frozen=True)
 class Step:
-    """Placement of the tensor along one mesh axis of `size` ranks."""
+    """Placement of the tensor along one mesh axis, or along several flattened into one, the outermost first.
 
-    axis: str
-    size: int
+    Chunks over a flattened mesh are not nested chunks: 10 rows over 2 x 2 ranks are 3, 3, 3, 1 rows, not 3, 2, 3, 2.
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
     placement: Placement
 
+    @property
+    def size(self) -> int:
+        """Number of coords of the flattened axis."""
+        return math.prod(self.sizes)
+
     def __str__(self) -> str:
-        return f"{self.axis}{self.size}: {self.placement}"
+        sizes = ".".join(f"{axis}{size}" for axis, size in zip(self.axes, self.sizes, strict=True))
+        return f"{sizes}: {self.placement}"
 
     def coord(self, coords: Mapping[str, int]) -> int:
-        """The coordinate on this step's axis."""
-        return coords[self.axis] if self.size > 1 else 0
+        """The coordinate on the flattened axis."""
+        flat = 0
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            flat = flat * size + (coords[axis] if size > 1 else 0)
+        return flat
+
+    def coords(self) -> list[dict[str, int]]:
+        """The coordinates on the axes of every coord of the flattened axis."""
+        return [dict(zip(self.axes, each, strict=True)) for each in itertools.product(*map(range, self.sizes))]
+
+    def to_json(self) -> dict[str, Any]:
+        """One axis by its name and its size, several by lists of both."""
+        axis, size = (each[0] if len(each) == 1 else list(each) for each in (self.axes, self.sizes))
+        return {"axis": axis, "size": size, "placement": to_json(self.placement)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Step":
+        """The step that `to_json` wrote."""
+        axes, sizes = (each if isinstance(each, list) else [each] for each in (data["axis"], data["size"]))
+        axes, sizes = from_json(tuple[str, ...], axes), from_json(tuple[int, ...], sizes)
+        return cls(axes, sizes, from_json(Placement, data["placement"]))
+
+
+def steps_along(axes: Iterable[str], shape: MeshShape, placement: Placement | None = None) -> tuple[Step, ...]:
+    """One step for each of `axes` that has several ranks; replicated without `placement`."""
+    return tuple(Step((axis,), (shape.size(axis),), placement or Replicate()) for axis in axes if shape.size(axis) > 1)
 
 
 @dataclass(frozen=True)
@@ -78,7 +115,7 @@ class Layout:
             if extents[split.dim] != {split.size} or split.parts != step.size:
                 sizes = " or ".join(map(str, sorted(extents[split.dim])))
                 raise LayoutError(
-                    f"{split} of size {split.size} does not fit axis {step.axis!r}",
+                    f"{split} of size {split.size} does not fit axis {'.'.join(step.axes)!r}",
                     at=f"layout {self}",
                     why=f"dim {split.dim} has size {sizes} there, and the axis has {step.size} ranks",
                 )
@@ -89,7 +126,7 @@ class Layout:
 
     def placement(self, axis: str) -> Placement | None:
         """Placement along an axis; None if there is no step for it."""
-        return next((step.placement for step in self.steps if step.axis == axis), None)
+        return next((step.placement for step in self.steps if step.axes == (axis,)), None)
 
     def is_held(self, coords: Mapping[str, int]) -> bool:
         """Whether the rank at `coords` has a local tensor, which may be empty."""

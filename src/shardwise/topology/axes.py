@@ -8,6 +8,9 @@ AXES: tuple[str, ...] = ("pp", "ddp", "fsdp", "cp", "tp")
 DATA_AXES: tuple[str, ...] = ("ddp", "fsdp")
 """Axes along which ranks see different rows of a batch."""
 
+FSDP_AXES: tuple[str, ...] = ("ddp", "fsdp")
+"""Axes of FSDP2's mesh: weights are replicated over ddp and sharded over fsdp, gradients are summed over both."""
+
 SAME_ROWS_AXES: tuple[str, ...] = tuple(axis for axis in AXES if axis not in DATA_AXES)
 """Axes along which ranks must be given the same rows."""
 

@@ -37,9 +37,9 @@ from shardwise.parameters.registry import (
 from shardwise.plan.decision import SplitPlan
 from shardwise.runtime.axis import Axis
 from shardwise.runtime.context import SplitContext
-from shardwise.sharding.layout import Layout, Step
-from shardwise.sharding.placement import Replicate, Split, equal_sections
-from shardwise.topology.axes import DATA_AXES
+from shardwise.sharding.layout import Layout, steps_along
+from shardwise.sharding.placement import Split, equal_sections
+from shardwise.topology.axes import FSDP_AXES
 
 Init = Callable[[Tensor], Any]
 
@@ -178,12 +178,8 @@ def layout_of(shape: Sequence[int], split: Split | None, mesh: Mesh, *, data_axe
         data_axes: whether the layout includes the data axes.
     """
     shape = tuple(shape) if split is None else (*shape[: split.dim], split.size, *shape[split.dim + 1 :])
-    placements: list[tuple[str, Split | Replicate]] = [("tp", Replicate() if split is None else split)]
-    placements += [(axis, Replicate()) for axis in reversed(DATA_AXES) if data_axes]
-    return Layout(
-        shape,
-        tuple(Step(axis, mesh.size(axis), placement) for axis, placement in placements if mesh.size(axis) > 1),
-    )
+    over_data = steps_along(FSDP_AXES[::-1], mesh.shape) if data_axes else ()
+    return Layout(shape, (*steps_along(["tp"], mesh.shape, split), *over_data))
 
 
 def by_hand(parameter: Tensor, mesh: Mesh) -> Split | None:
