@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import cast
 
@@ -11,6 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shardwise.comm.simulated import run_ranks
+from shardwise.job.groups import wide_axes
 from shardwise.mesh import Mesh
 from shardwise.parameters.canonical import _batches, _full_tensors, canonical_tensor, local_tensor
 from shardwise.parameters.exchange import Part
@@ -35,17 +37,17 @@ layouts_of_tensors = st.lists(st.integers(0, 7), max_size=3).map(tuple).flatmap(
 def mesh_of(shape, group):
     """This simulated rank's mesh of a layout with several axes."""
     groups = {}
-    for axis in ("pp", "ddp", "fsdp", "tp"):
-        own = group.subgroup(shape.groups(axis)) if shape.size(axis) > 1 else None
+    for axes in (("pp",), ("ddp",), ("fsdp",), ("tp",), ("fsdp", "tp"), ("ddp", "fsdp"), ("ddp", "tp")):
+        own = group.subgroup(shape.groups(*axes)) if math.prod(map(shape.size, axes)) > 1 else None
         if own is not None:
-            groups[axis,] = own
+            groups[wide_axes(shape, axes)] = own
     return Mesh(shape, rank=group.rank(), device=torch.device("cpu"), groups=groups)
 
 
 @given(layouts_of_tensors)
 def test_a_whole_tensor_comes_back_from_its_parts(layout):
     layout = Layout(layout.shape, tuple(step for step in layout.steps if step.size > 1))
-    sizes = {step.axis: step.size for step in layout.steps}
+    sizes = {axis: size for step in layout.steps for axis, size in zip(step.axes, step.sizes, strict=True)}
     shape = MeshShape.parse(".".join(f"{axis}{sizes[axis]}" for axis in AXES if axis in sizes) or "tp1")
     assume(shape.world_size <= MOST_RANKS)
     full = torch.arange(torch.Size(layout.shape).numel()).view(layout.shape)

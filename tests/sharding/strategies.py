@@ -82,7 +82,7 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> Layout:
     whole = set(range(len(shape)))
     left = AXES[: draw(st.integers(0, len(AXES)))]
     while left:
-        axes = left[: draw(st.integers(1, 2))]
+        axes = left[: draw(st.integers(1, 2))][::-1]  # a step's outermost axis comes first
         left, sizes = left[len(axes) :], tuple(draw(st.integers(1, 4 // len(axes))) for _ in axes)
         parts = math.prod(sizes)
         choices: list[st.SearchStrategy[Placement]] = [st.just(Replicate())]
@@ -93,7 +93,7 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> Layout:
         placement = draw(st.one_of(choices))
         if isinstance(placement, Chunk | Split):
             whole.discard(placement.dim)
-        steps.append(Step(tuple(axes), sizes, placement))
+        steps.append(Step(axes, sizes, placement))
     return Layout(shape, tuple(steps))
 
 
