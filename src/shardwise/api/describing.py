@@ -119,7 +119,7 @@ def _explain_stages(
                 for number, step in steps.items()
                 if step.num_sent
             ]
-            if plan.tp_size > 1:
+            if plan.num_parts > 1:
                 lines += [f"over tp, a microbatch: stage {number}: {step.tp}" for number, step in steps.items()]
         except UnsupportedError as error:
             lines = [f"what stages hold between forward and backward is not known: {error.why or error.summary}"]

@@ -112,7 +112,7 @@ def apply_edits(job: Job, edits: Iterable[Edit]) -> None:
 
 
 def _is_split_over_tp(job: Job) -> bool:
-    return job.registry.plan.tp_size > 1
+    return job.registry.plan.num_parts > 1
 
 
 def _apply_deferral(job: Job) -> None:

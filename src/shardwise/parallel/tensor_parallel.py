@@ -47,7 +47,7 @@ def split_parameters(model: nn.Module, registry: Registry) -> None:
 
 def check_tensor_parallelism(model: nn.Module, plan: SplitPlan) -> None:
     """Raises `UnsupportedError` if the plan splits an embedding by vocabulary that changes its rows (`max_norm`)."""
-    for name, style in plan.modules.items() if plan.tp_size > 1 else ():
+    for name, style in plan.modules.items() if plan.num_parts > 1 else ():
         embedding = unwrapped(model.get_submodule(name))
         if style == "embedding_rowwise" and getattr(embedding, "max_norm", None) is not None:
             raise UnsupportedError(

@@ -30,7 +30,7 @@ def note_inputs(model: nn.Module, plan: SplitPlan) -> None:
     """
     split = {plan.head, *plan.modules, *(region.fqn for region in plan.regions)}
     sequence = plan.sequence
-    for name, module in model.named_modules() if plan.tp_size > 1 else ():
+    for name, module in model.named_modules() if plan.num_parts > 1 else ():
         if any(fqn in split for fqn in itertools.accumulate(name.split("."), "{}.{}".format)):
             module.__dict__[_INPUT] = "split"
         else:

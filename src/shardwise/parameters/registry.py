@@ -123,12 +123,13 @@ class ParameterEntry:
         if self.split is None:
             return ()
         mesh, dim, chunk = self.registry.mesh, self.split.dim, self.chunk
-        first, last = 0, self.split.local_sizes[mesh.coord("tp")]
+        coord = mesh.coord("tp")
+        first, last = 0, self.split.local_sizes[coord]
         if chunk is not None and chunk.dim == dim:
             first, last = chunk.interval(mesh.coord("fsdp"), size=last, parts=mesh.size("fsdp"))
         found = []
         for interval, holders in self.split.shared():
-            for start, stop in self.split.local_of(mesh.coord("tp"), interval):
+            for start, stop in self.split.local_of(coord, interval):
                 begin, end = max(start, first), max(start, first, min(stop, last))
                 found.append((holders, min(begin - first, last - first), end - begin))
         return tuple(found)

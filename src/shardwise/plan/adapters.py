@@ -44,7 +44,7 @@ def with_adapters(plan: SplitPlan, facts: ModelFacts) -> SplitPlan:
     for adapted in adapters.adapted:
         base = planned[adapters.tied.get(adapted.weight, adapted.weight)]
         try:
-            found = plan_adapter(adapted, base, num_parts=plan.tp_size)
+            found = plan_adapter(adapted, base, num_parts=plan.num_parts)
         except PlanError as problem:
             problems.append(problem)
         else:

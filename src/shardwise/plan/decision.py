@@ -136,8 +136,8 @@ class SplitPlan:
         return {} if self.pipeline is None else self.pipeline.stages_of_names(names, self.tied)
 
     @property
-    def tp_size(self) -> int:
-        """Number of tp ranks."""
+    def num_parts(self) -> int:
+        """Number of ranks among which heads and features are split."""
         return self.shape.tp_size
 
     def stack_of(self, module: str) -> str | None:

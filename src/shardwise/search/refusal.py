@@ -73,7 +73,7 @@ def check_share(name: str, candidate: Candidate, reasons: Mapping[str, str], rea
     )
     example = f'{{"{star_numbers(matrices[0].fqn)}": "split(0)"}}' if matrices else '{"layers.*.up_proj": "colwise"}'
     raise PlanError(
-        f"cannot split {name} over tp={candidate.split.tp_size}: "
+        f"cannot split {name} over tp={candidate.split.num_parts}: "
         f"{f'only {share:.1%}' if share else 'nothing'} of its layers can be split",
         why=why or "it has no layers: items of a ModuleList that hold matrices which the forward uses",
         fix=f"write rules of your own, such as plan={example} (styles: shardwise.plan.spec.STYLES),\n"
