@@ -31,8 +31,8 @@ from shardwise.api.prepare import decide
 from shardwise.checkpoint.manifest import INDEX, FileFacts, Manifest, read_index
 from shardwise.checkpoint.reader import StoredParts
 from shardwise.checkpoint.writer import RankReport, write_reported_index
+from shardwise.data.ahead import PackedBatches
 from shardwise.data.documents import Document, read_documents, write_documents
-from shardwise.data.packing import PackedBatches
 from shardwise.data.rows import DocumentRows
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec

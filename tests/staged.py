@@ -15,8 +15,7 @@ from shardwise.comm.simulated import SimulatedGroup, run_ranks
 from shardwise.mesh import Mesh
 from shardwise.optim.gradients import track_gradients
 from shardwise.parallel.apply import apply_plan
-from shardwise.parallel.decide import decide_split
-from shardwise.parallel.facts import read_facts
+from shardwise.parallel.facts import decide_split, read_facts
 from shardwise.parameters.canonical import canonical_tensor
 from shardwise.plan.options import ParallelSpec, Pipeline
 from shardwise.probe.layer_order import find_layer_order, train_in_stages

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from onecard.measuring import measure_call
 from onecard.setting import Setting
 from shardwise.loss.cross_entropy import Head, head_cross_entropy
-from shardwise.runtime.axis import Axis
+from shardwise.runtime.context import Axis
 
 __all__ = ["ATTENTION", "LOSS", "MACHINE"]
 

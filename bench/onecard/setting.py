@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from shardwise.plan.token_work import TokenWork
+from shardwise.plan.decision import TokenWork
 
 __all__ = ["FULL", "QUICK", "Setting", "Training"]
 

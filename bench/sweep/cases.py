@@ -13,11 +13,10 @@ import transformers
 from shardwise.api.verifying import Proof
 from shardwise.errors import PlanError, ShardwiseError, UnsupportedError
 from shardwise.estimate.cuts import fewest_microbatches
-from shardwise.parallel.decide import decide_split
-from shardwise.parallel.facts import read_facts
+from shardwise.parallel.facts import decide_split, read_facts
 from shardwise.plan.options import ParallelSpec
-from shardwise.probe.tried_model import trial_of
-from shardwise.proof.report import Report
+from shardwise.probe.trial import trial_of
+from shardwise.proof.parity import Report
 from shardwise.ranks.spawn import spawn
 from shardwise.runtime.modes import has_dropout
 from shardwise.search.planning import plan_for

@@ -14,10 +14,10 @@ import torch
 from transformers import PreTrainedConfig
 
 from shardwise.tiny import families as rules
-from shardwise.tiny.fields import fields_of, layer_overrides, read_field, sub_configs
-from shardwise.tiny.layer_patterns import shrink_layer_lists
+from shardwise.tiny.families import fields_of, layer_overrides, read_field, sub_configs
 from shardwise.tiny.models import build_tiny_model, make_batch, set_runnable_mode, shrink_config
 from shardwise.tiny.objective import loss_or_surrogate
+from shardwise.tiny.shrink import shrink_layer_lists
 from sweep.known import default_config, model_class
 
 __all__ = ["random_config"]

@@ -24,9 +24,8 @@ from shardwise.estimate.cuts import fewest_microbatches
 from shardwise.mesh import Mesh
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.spec import Plan
-from shardwise.probe import tried_model
-from shardwise.proof.parity import Measurement
-from shardwise.proof.report import Report
+from shardwise.probe import trial
+from shardwise.proof.parity import Measurement, Report
 from shardwise.ranks.spawn import spawn
 from shardwise.search import deriving, planning
 from shardwise.tiny.models import build_tiny_model
@@ -151,7 +150,7 @@ def _prove_each_on_this_rank(
 ) -> list[Measurement | PlanError | UnsupportedError]:
     """One after the other, each as if it were the only one: with the same seeds, and nothing patched before."""
     found: list[Measurement | PlanError | UnsupportedError] = []
-    patched = [(tried_model, "_SMALL_ENOUGH"), (deriving, "has_dropout"), (planning, "search_plan")]
+    patched = [(trial, "_SMALL_ENOUGH"), (deriving, "has_dropout"), (planning, "search_plan")]
     before = [(where, name, getattr(where, name)) for where, name in [*patched, (verifying, "_splitter")]]
     for case, config in cases:
         random.seed(0)
@@ -177,7 +176,7 @@ def _prove_on_this_rank(case: FuzzCase, config: PreTrainedConfig) -> Measurement
         num_steps=3,
     )
     if case.way != "auto":
-        tried_model._SMALL_ENOUGH = 0
+        trial._SMALL_ENOUGH = 0
         _derive_once()
     if case.way == "loaded":
         verifying._splitter = lambda spec, dtype=None: functools.partial(_saved_and_loaded, spec=spec)

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from shardwise.errors import ConfigError, UnsupportedError, did_you_mean
-from shardwise.tiny.fields import sub_configs
+from shardwise.tiny.families import sub_configs
 
 __all__ = ["TASKS", "architectures", "default_config", "model_class"]
 

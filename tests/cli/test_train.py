@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from shardwise.cli.config_file import build_config
 from shardwise.cli.training import train
-from shardwise.data.packing import PackedBatches
+from shardwise.data.ahead import PackedBatches
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.spawn import spawn
 from shardwise.weights.write import PlannedShards

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.comm.digest import tensor_digest
+from shardwise.parameters.replicas import tensor_digest
 
 pytestmark = pytest.mark.single
 

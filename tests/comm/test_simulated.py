@@ -18,8 +18,7 @@ from shardwise.comm.simulated import run_ranks
 from shardwise.errors import RankError
 from shardwise.optim.gradients import track_gradients
 from shardwise.parallel.apply import apply_plan
-from shardwise.parallel.decide import decide_split
-from shardwise.parallel.facts import read_facts
+from shardwise.parallel.facts import decide_split, read_facts
 from shardwise.plan.options import ParallelSpec
 from shardwise.probe.trial import SimulatedMesh
 from shardwise.ranks.spawn import spawn

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwise.comm.simulated import run_ranks
-from shardwise.compat.layers.embedding import StandaloneEmbedding
 from shardwise.compat.layers.grouped import GroupedProjections
-from shardwise.compat.layers.linears import ColumnLinear, RowLinear
+from shardwise.compat.layers.linears import ColumnLinear, RowLinear, StandaloneEmbedding
 from shardwise.errors import ConfigError
 from shardwise.parameters.canonical import canonical_tensor
 from shardwise.parameters.registry import entry_of

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from shardwise.data.ahead import PackedBatches
 from shardwise.data.documents import Document, documents_path, read_documents, write_documents
-from shardwise.data.packing import PackedBatches
 from shardwise.data.rows import DocumentRows, pack_documents, segment_inputs
 from shardwise.errors import BatchError, ConfigError, LoadError
-from shardwise.train.evaluate import evaluation_batches
+from shardwise.train.loop import evaluation_batches
 
 pytestmark = pytest.mark.single
 

@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from shardwise.data.documents import Record, file_records
 from shardwise.data.examples import build_example_encoder, encode_examples
-from shardwise.data.records import Record, file_records
 from shardwise.errors import ConfigError, LoadError
 
 pytestmark = pytest.mark.single

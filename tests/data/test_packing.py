@@ -15,10 +15,10 @@ import torch
 from shardwise.cli.data import open_source
 from shardwise.comm.agree import run_on_local_rank_0
 from shardwise.data import corpus
+from shardwise.data.ahead import PackedBatches
 from shardwise.data.config import DataConfig, patterns_of
 from shardwise.data.corpus import Encoder, file_source, find_files
 from shardwise.data.documents import Documents, read_documents, text_documents, write_documents
-from shardwise.data.packing import PackedBatches
 from shardwise.data.rows import StreamRows
 from shardwise.errors import BatchError, ConfigError, LoadError
 from shardwise.mesh import Mesh

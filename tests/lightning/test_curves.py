@@ -9,7 +9,7 @@ import pytest
 import shardwise
 from shardwise.comm.operations import all_gather_objects
 from shardwise.parameters.replicas import find_unequal_replicas
-from shardwise.topology.axes import DATA_AXES
+from shardwise.topology.shape import DATA_AXES
 from tests.families import FULL_PRODUCT
 from tests.lightning.modules import CLIP, NUM_ROWS, Automatic, Manual, loader, trainer, unsplit_curve
 from tests.oracle import differing

@@ -18,17 +18,16 @@ from shardwise.api.prepare import decide
 from shardwise.compat.layers.adapters import register_split_layers
 from shardwise.compat.layers.linears import ColumnLinear
 from shardwise.errors import PlanError, UnsupportedError
-from shardwise.lora.checks import check_prompts
+from shardwise.lora.inject import check_prompts
 from shardwise.mesh import Mesh
 from shardwise.optim.summing import time_reduction
-from shardwise.parallel.decide import decide_split
-from shardwise.parallel.facts import read_facts
+from shardwise.parallel.facts import decide_split, read_facts
 from shardwise.parameters.registry import registry_of
 from shardwise.plan.adapters import plan_adapter
 from shardwise.plan.options import FsdpPolicy, ParallelSpec
 from shardwise.probe import adapters
 from shardwise.probe.trial import Trial
-from shardwise.runtime.adapters import find_model
+from shardwise.runtime.adapter_facts import find_model
 from shardwise.search.planning import plan_for
 from shardwise.sharding.placement import Replicate, Split
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config

@@ -16,8 +16,7 @@ from shardwise.comm.count import CommunicationCount
 from shardwise.loss import cross_entropy
 from shardwise.loss.deferred_logits import DeferredLogits, DeferringHead, apply_deferral
 from shardwise.parallel.activation_memory import PeakCount
-from shardwise.runtime.axis import Axis
-from shardwise.runtime.context import SplitContext
+from shardwise.runtime.context import Axis, SplitContext
 from tests.families import rows_of, tiny_batch, tiny_model
 
 pytestmark = pytest.mark.single

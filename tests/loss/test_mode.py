@@ -11,10 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 import shardwise
-from shardwise.loss.mode import SplitLossMode
+from shardwise.loss.head import SplitLossMode
 from shardwise.ranks.spawn import spawn
-from shardwise.runtime.axis import Axis
-from shardwise.runtime.context import SplitContext
+from shardwise.runtime.context import Axis, SplitContext
 
 pytestmark = pytest.mark.spawn
 

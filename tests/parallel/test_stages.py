@@ -15,8 +15,7 @@ from bench.sweep.stages import gradients_of, stages_of
 from shardwise.comm.simulated import run_ranks
 from shardwise.errors import LayoutError, PlanError, UnsupportedError
 from shardwise.parallel.apply import apply_plan
-from shardwise.parallel.decide import decide_split
-from shardwise.parallel.facts import read_facts
+from shardwise.parallel.facts import decide_split, read_facts
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.spec import Plan
 from shardwise.probe.layer_order import find_layer_order, train_in_stages

@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 from shardwise.comm.simulated import run_ranks
 from shardwise.job.groups import wide_axes
 from shardwise.mesh import Mesh
-from shardwise.parameters.canonical import _batches, _full_tensors, canonical_tensor, local_tensor
-from shardwise.parameters.exchange import Part
+from shardwise.parameters.canonical import Part, _batches, _full_tensors, canonical_tensor, local_tensor
 from shardwise.parameters.registry import ParameterEntry, Registry
 from shardwise.sharding.layout import Layout
-from shardwise.topology.axes import AXES
-from shardwise.topology.shape import MeshShape
+from shardwise.topology.shape import AXES, MeshShape
 from tests.sharding.strategies import layouts
 
 pytestmark = pytest.mark.single

@@ -15,9 +15,8 @@ import shardwise
 from shardwise.comm.simulated import run_ranks
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.parallel.apply import apply_plan
-from shardwise.parallel.decide import decide_split
 from shardwise.parallel.declared_plans import declared_plan, vocabulary_plan
-from shardwise.parallel.facts import read_facts
+from shardwise.parallel.facts import decide_split, read_facts
 from shardwise.parameters.canonical import local_tensor
 from shardwise.parameters.registry import (
     entry_of,

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from shardwise.errors import LayoutError
-from shardwise.pipeline import split_backward
-from shardwise.pipeline.split_backward import SecondPart, backward_inputs, check_complete, tie
+from shardwise.pipeline import stage as stage_module
+from shardwise.pipeline.stage import SecondPart, backward_inputs, check_complete, tie
 
 pytestmark = pytest.mark.single
 
@@ -39,9 +39,9 @@ def with_a_hook(x, p):
 @pytest.mark.parametrize("finds_all_uses", [True, False], ids=["torch's groups", "before torch 2.13"])
 @pytest.mark.parametrize("stage", [shared_between_two_meetings, used_again_after_others, beside_the_input, with_a_hook])
 def test_two_parts_are_one_backward(stage, finds_all_uses, monkeypatch):
-    if finds_all_uses and not split_backward._FINDS_ALL_USES:
+    if finds_all_uses and not stage_module._FINDS_ALL_USES:
         pytest.skip("this torch finds one use of a weight")
-    monkeypatch.setattr(split_backward, "_FINDS_ALL_USES", finds_all_uses)
+    monkeypatch.setattr(stage_module, "_FINDS_ALL_USES", finds_all_uses)
     torch.manual_seed(0)
     value, values = torch.randn(5, 5), torch.randn(3, 5, 5)
     found, wanted = [], []

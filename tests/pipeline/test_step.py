@@ -14,7 +14,7 @@ import shardwise
 from bench.onecard.reads import ReadCount
 from shardwise.data.batch import count_targets, split_rows
 from shardwise.errors import ConfigError, GradientError, UnsupportedError
-from shardwise.lightning.loss import LossHooks
+from shardwise.lightning.models import LossHooks
 from shardwise.optim.gradients import gradients_of
 from shardwise.parameters.registry import registry_of
 from shardwise.pipeline.runner import runner_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.errors import PlanError
-from shardwise.plan.fit import match_rules
+from shardwise.plan.resolve import match_rules
 from shardwise.plan.rule import AttributeRule, InputRule, ParameterRule, RegionRule, SequenceRule
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts, ModuleFacts

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from shardwise.probe.layer_order import find_layer_order
-from shardwise.probe.tried_model import build_tried_model
+from shardwise.probe.trial import build_tried_model
 from tests.families import tiny_model
 
 

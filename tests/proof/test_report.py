@@ -8,8 +8,7 @@ from torch import nn
 
 import shardwise
 from shardwise.api.verifying import Proof
-from shardwise.proof.parity import measure
-from shardwise.proof.report import Report
+from shardwise.proof.parity import Report, measure
 from shardwise.tiny.random import set_dropout
 from tests.families import tiny_batch, tiny_model
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.simulated import run_ranks
-from shardwise.runtime.axis import Axis
+from shardwise.runtime.context import Axis
 from shardwise.runtime.embedding import SplitEmbedding
 from shardwise.runtime.linear import apply_mixin
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from shardwise.runtime.axis import Axis
+from shardwise.runtime.context import Axis
 from shardwise.runtime.local_inputs import install_local_shapes
 
 pytestmark = pytest.mark.single

@@ -8,8 +8,7 @@ from torch import nn
 
 from shardwise.comm.simulated import run_ranks
 from shardwise.errors import UnsupportedError
-from shardwise.runtime.axis import Axis
-from shardwise.runtime.context import SplitContext
+from shardwise.runtime.context import Axis, SplitContext
 from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.norm import SplitNorm, recognise_norm
 

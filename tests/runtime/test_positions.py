@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.runtime.positions import cache_of, leave_out_cache
+from shardwise.runtime.host_masks import cache_of, leave_out_cache
 from tests.families import tiny_model
 
 pytestmark = pytest.mark.single

@@ -12,8 +12,7 @@ from torch import nn
 from shardwise.comm.collectives import reduce_from_region
 from shardwise.comm.simulated import run_ranks
 from shardwise.errors import LayoutError, PlanError
-from shardwise.runtime.axis import Axis
-from shardwise.runtime.context import SplitContext
+from shardwise.runtime.context import Axis, SplitContext
 from shardwise.runtime.region_edges import RegionExit, edge_of, install_region, mark_full_gradient
 from shardwise.runtime.sequence_edges import cut, install_owner, install_stack, own_part, pad
 

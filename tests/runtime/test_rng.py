@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.runtime.rng import RandomStreams, device_rng
+from shardwise.runtime.forward_state import RandomStreams, device_rng
 
 pytestmark = pytest.mark.single
 

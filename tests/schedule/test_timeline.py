@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
 from shardwise.schedule.build import build_schedule
-from shardwise.schedule.drawing import describe_schedule, draw_svg, draw_text
 from shardwise.schedule.schedule import Action, Kind
-from shardwise.schedule.timeline import chrome_trace, timeline
+from shardwise.schedule.timeline import chrome_trace, describe_schedule, draw_svg, draw_text, timeline
 from tests.schedule.strategies import read_schedule, schedules
 
 pytestmark = pytest.mark.pure

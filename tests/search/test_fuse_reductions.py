@@ -12,9 +12,8 @@ from bench.sweep.known import default_config, model_class
 from shardwise.comm.simulated import run_ranks
 from shardwise.errors import LayoutError
 from shardwise.parallel.apply import apply_plan
-from shardwise.parallel.decide import decide_split
 from shardwise.parallel.declared_plans import declared_plan, vocabulary_plan
-from shardwise.parallel.facts import read_facts
+from shardwise.parallel.facts import decide_split, read_facts
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan

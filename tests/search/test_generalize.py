@@ -11,7 +11,7 @@ from torch import nn
 from bench.sweep.known import default_config, model_class
 from shardwise.plan.rule import InputRule, ParameterRule
 from shardwise.plan.spec import Plan
-from shardwise.probe.tried_model import smallest_with_all_layer_kinds
+from shardwise.probe.trial import smallest_with_all_layer_kinds
 from shardwise.search.generalize import generalize
 from shardwise.tiny.models import shrink_config
 from shardwise.tiny.shrink import keep_layers

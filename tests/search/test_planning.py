@@ -18,8 +18,8 @@ from bench.sweep.known import default_config, model_class
 from shardwise.errors import PlanError
 from shardwise.parallel.declared_plans import declared_plan
 from shardwise.parallel.facts import read_facts
-from shardwise.plan.fit import rules_without_names
 from shardwise.plan.options import ParallelSpec
+from shardwise.plan.resolve import rules_without_names
 from shardwise.plan.spec import Plan
 from shardwise.probe.disk_cache import cache_path
 from shardwise.proof.parity import measure

@@ -12,12 +12,12 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from bench.sweep.known import default_config, model_class
 from shardwise.errors import PlanError
+from shardwise.parallel.activation_memory import fake_tensors
 from shardwise.parallel.build import build_meta_model
 from shardwise.parallel.facts import read_facts
-from shardwise.parallel.fake import fake_tensors
 from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
-from shardwise.probe import tried_model
+from shardwise.probe import trial
 from shardwise.sharding.placement import Split
 from shardwise.tiny.models import shrink_config
 from tests.families import FULL_PRODUCT, derive_plan
@@ -50,7 +50,7 @@ def test_a_hybrid_without_attention_layers_is_split(model_type, limit, monkeypat
     config = default_config(model_type)
     vars(config)[field] = [kind] * len(getattr(config, field))
     model = build_meta_model(shrink_config(config), model_class(name), dtype=None, options={})
-    monkeypatch.setattr(tried_model, "_SMALL_ENOUGH", limit)
+    monkeypatch.setattr(trial, "_SMALL_ENOUGH", limit)
     resolved = resolve(derive_plan(model, Plan(()), num_parts=2), read_facts(model), num_parts=2).parameters
     inside = [planned for fqn, planned in resolved.items() if ".layers.0." in fqn and len(planned.shape) > 1]
     assert any(isinstance(planned.placement, Split) for planned in inside)
@@ -95,7 +95,7 @@ def planned(model_type, name, *, tp_size, **fields):
 def test_a_tiny_model_s_plan_gives_way_where_it_does_not_fit_the_model(
     model_type, name, fields, attention, mlp, monkeypatch
 ):
-    monkeypatch.setattr(tried_model, "_SMALL_ENOUGH", 0)
+    monkeypatch.setattr(trial, "_SMALL_ENOUGH", 0)
     rows = {each.fqn for each in planned(model_type, name, tp_size=2, **fields).regions if each.edge == "row"}
     assert attention not in rows
     assert mlp in rows
@@ -108,7 +108,7 @@ def test_a_tiny_model_s_plan_gives_way_where_it_does_not_fit_the_model(
 )
 def test_a_tiny_model_s_heads_divide_as_the_model_s_do(tp_size, heads, key_value_heads, monkeypatch):
     """The tiny model of two ranks has eight heads: no number that six divides, and too few for ten or sixteen ranks."""
-    monkeypatch.setattr(tried_model, "_SMALL_ENOUGH", 0)
+    monkeypatch.setattr(trial, "_SMALL_ENOUGH", 0)
     fields = {"num_attention_heads": heads, "num_key_value_heads": key_value_heads, "hidden_size": 8 * heads}
     found = planned("stablelm", "StableLmForCausalLM", tp_size=tp_size, **fields)
     assert {region.fqn for region in found.regions if region.edge == "row"} >= {"model.layers.0.self_attn"}
@@ -125,7 +125,7 @@ def test_a_tiny_model_s_heads_divide_as_the_model_s_do(tp_size, heads, key_value
     ],
 )
 def test_other_sizes_than_the_tiny_model_s_are_planned(model_type, name, limit, fields, monkeypatch):
-    monkeypatch.setattr(tried_model, "_SMALL_ENOUGH", limit)
+    monkeypatch.setattr(trial, "_SMALL_ENOUGH", limit)
     found = planned(model_type, name, tp_size=2, **fields).parameters.values()
     assert any(isinstance(each.placement, Split) for each in found)
 
@@ -133,7 +133,7 @@ def test_other_sizes_than_the_tiny_model_s_are_planned(model_type, name, limit, 
 @pytest.mark.single
 def test_layers_that_the_tiny_model_of_two_layers_lacks_are_split_too(monkeypatch):
     """Dense layers without a table of biases, and more experts than the tiny model has; their code asks for values."""
-    monkeypatch.setattr(tried_model, "_SMALL_ENOUGH", 0)
+    monkeypatch.setattr(trial, "_SMALL_ENOUGH", 0)
     fields = {"num_layers": 4, "encoder_sparse_step": 4, "num_heads": 12, "num_experts": 6}
     found = planned("switch_transformers", "SwitchTransformersEncoderModel", tp_size=2, **fields)
     split = {fqn for fqn, each in found.parameters.items() if isinstance(each.placement, Split)}

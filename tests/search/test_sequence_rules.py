@@ -20,8 +20,8 @@ from shardwise.plan.rule import InputRule, ParameterRule, SequenceRule
 from shardwise.plan.sequence_plan import find_sequence
 from shardwise.plan.spec import Plan
 from shardwise.probe.trial import Trial
+from shardwise.search.deriving import widen_regions
 from shardwise.search.generalize import generalize
-from shardwise.search.reductions import widen_regions
 from shardwise.search.refusal import Candidate
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
 from tests.families import FULL_PRODUCT, derive_plan

@@ -9,8 +9,7 @@ from shardwise.sharding.boxes import full_box, shape_of, volume
 from shardwise.sharding.division import LEAST_ELEMENTS, MOST_ELEMENTS, assign_writers
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Chunk, Replicate, split_heads
-from shardwise.topology.axes import SIZE_NAMES
-from shardwise.topology.shape import MeshShape
+from shardwise.topology.shape import SIZE_NAMES, MeshShape
 from tests.sharding.strategies import at, layouts, shapes
 
 pytestmark = pytest.mark.pure

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import LayoutError
-from shardwise.sharding.layout import Layout, Piece
-from shardwise.sharding.reshard import Source, copies
+from shardwise.sharding.layout import Layout, Piece, Source, copies
 from tests.sharding.strategies import EMPTY, all_coords, at, layouts, local_tensor, shapes
 
 pytestmark = pytest.mark.pure

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.stages.anchors import find_tensor, made_by, named_arguments, named_tensors, used_by, writes
+from shardwise.stages.run import find_tensor, made_by, named_arguments, named_tensors, used_by, writes
 
 pytestmark = pytest.mark.single
 

@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 
 from shardwise.errors import MeshError
-from shardwise.topology.axes import AXES, DATA_AXES, SIZE_NAMES, check_axis
-from shardwise.topology.shape import MeshShape
+from shardwise.topology.shape import AXES, DATA_AXES, SIZE_NAMES, MeshShape, check_axis
 
 pytestmark = pytest.mark.pure
 

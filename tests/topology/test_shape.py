@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import MeshError
-from shardwise.topology.axes import AXES, SIZE_NAMES
-from shardwise.topology.shape import MeshShape
+from shardwise.topology.shape import AXES, SIZE_NAMES, MeshShape
 
 pytestmark = pytest.mark.pure
 

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 import shardwise
 from shardwise.parameters.registry import registry_of
 from shardwise.ranks.spawn import spawn
-from shardwise.runtime.axis import Axis
-from shardwise.runtime.context import SplitContext
+from shardwise.runtime.context import Axis, SplitContext
 from tests.families import checkpoint_layers, tiny_batch, tiny_model
 from tests.oracle import differing_gradients
 

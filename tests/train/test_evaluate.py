@@ -11,7 +11,7 @@ import torch
 import shardwise
 from shardwise.data.documents import Documents
 from shardwise.data.rows import StreamRows
-from shardwise.train.evaluate import build_evaluation, evaluation_batches
+from shardwise.train.loop import build_evaluation, evaluation_batches
 from tests.families import tiny_model
 
 pytestmark = pytest.mark.spawn

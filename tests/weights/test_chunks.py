@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardwise.errors import LoadError
-from shardwise.weights.chunks import Chunk, ChunkedIndex, ChunkedTensor
+from shardwise.weights.foreign import Chunk, ChunkedIndex, ChunkedTensor
 
 pytestmark = pytest.mark.single
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.sharding.boxes import shape_of, volume
-from shardwise.weights.views import reshape_boxes
+from shardwise.weights.nodes import reshape_boxes
 
 pytestmark = pytest.mark.single
 

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from shardwise.comm.agree import agree_on, gather_from_all, raise_on_all_ranks
-from shardwise.comm.digest import tensor_digest
 from shardwise.errors import ConfigError
 from shardwise.estimate.cuts import check_layers, check_pipeline
-from shardwise.lora.checks import check_adapters, check_prompts
+from shardwise.lora.inject import check_adapters, check_prompts
 from shardwise.lora.wrapper import guard_wrapper
 from shardwise.loss.label_use import LabelUse, label_use_of, note_label_use
 from shardwise.mesh import Mesh
@@ -24,10 +23,10 @@ from shardwise.optim.gradients import track_gradients
 from shardwise.optim.optimizer import watch_optimizers
 from shardwise.parallel.apply import apply_plan, check_axes, check_unsplit
 from shardwise.parallel.compiled import check_compilation
-from shardwise.parallel.decide import decide_split
-from shardwise.parallel.facts import read_facts, read_stacks
+from shardwise.parallel.facts import decide_split, read_facts, read_stacks
 from shardwise.parameters.assigned import check_assignments
 from shardwise.parameters.registry import Registry, is_split
+from shardwise.parameters.replicas import tensor_digest
 from shardwise.pipeline.forward import apply_pipeline
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
@@ -36,9 +35,8 @@ from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts, outermost_layers
 from shardwise.probe.label_use import find_label_use
 from shardwise.probe.layer_order import find_layer_order
-from shardwise.runtime.adapter_facts import without_adapters
-from shardwise.runtime.adapters import find_model
-from shardwise.runtime.wrapping import refuse_ddp
+from shardwise.runtime.adapter_facts import find_model, without_adapters
+from shardwise.runtime.modes import refuse_ddp
 from shardwise.search.planning import plan_for
 from shardwise.sharding.json_form import from_json, to_json
 from shardwise.topology.shape import MeshShape

@@ -23,20 +23,24 @@ from shardwise.loss.deferred_logits import dropped_output
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.gradients import gradients_of, track_gradients
 from shardwise.optim.plain_step import stepping_class
-from shardwise.parallel.activation_memory import MemoryCount, PeakCount
+from shardwise.parallel.activation_memory import (
+    FakeTensorCorrections,
+    MemoryCount,
+    PeakCount,
+    fake_tensors,
+    materialize_fake,
+)
 from shardwise.parallel.apply import apply_plan
 from shardwise.parallel.build import build_meta_model
-from shardwise.parallel.fake import FakeTensorCorrections, fake_tensors, materialize_fake
 from shardwise.parameters.registry import registry_of
 from shardwise.plan.options import ParallelSpec
 from shardwise.proof.counting import counted_layers
 from shardwise.ranks.fake_mesh import fake_mesh
-from shardwise.runtime.adapters import find_model
+from shardwise.runtime.adapter_facts import find_model
 from shardwise.runtime.host_masks import read_host_mask, take_host_masks
 from shardwise.stages.model import Stages
 from shardwise.tiny.inputs import make_batch
-from shardwise.topology.axes import AXES
-from shardwise.topology.shape import MeshShape
+from shardwise.topology.shape import AXES, MeshShape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,7 @@ from shardwise.lora.inject import inject, inject_alike
 from shardwise.mesh import Mesh
 from shardwise.parallel.build import as_dtype, build_meta_model, named_class, read_config, read_generation_config
 from shardwise.parallel.construction import Construction
-from shardwise.parallel.coverage import Allowed
-from shardwise.parallel.loading import find_weights, load_weights
+from shardwise.parallel.loading import Allowed, find_weights, load_weights
 from shardwise.parallel.materialize import (
     attributes_of,
     initialize_attributes,
@@ -36,8 +35,7 @@ from shardwise.parallel.materialize import (
 from shardwise.parameters.registry import Registry, Source, find_parameters
 from shardwise.parameters.source import note_source
 from shardwise.plan.options import ParallelSpec
-from shardwise.runtime.adapter_facts import names_in_base
-from shardwise.runtime.adapters import find_model, has_adapters
+from shardwise.runtime.adapter_facts import find_model, has_adapters, names_in_base
 from shardwise.weights.conversion import Resolution
 from shardwise.weights.foreign import config_place, open_weights
 from shardwise.weights.index import CheckpointIndex

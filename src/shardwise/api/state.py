@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.checkpoint.export import write_pretrained
-from shardwise.checkpoint.shards import ExportSelection
+from shardwise.checkpoint.export import ExportSelection, write_pretrained
 from shardwise.comm.agree import check_calls, raise_on_all_ranks
 from shardwise.errors import ConfigError, did_you_mean
 from shardwise.lora.files import adapter_config_text, adapter_state, write_adapter_files
@@ -18,7 +17,7 @@ from shardwise.parameters.at_rest import reshard
 from shardwise.parameters.canonical import canonical_tensors, computed_buffer, state_names
 from shardwise.parameters.registry import find_parameters, named_entries, registry_of
 from shardwise.parameters.replicas import check_replicas
-from shardwise.runtime.adapters import find_model, has_adapters
+from shardwise.runtime.adapter_facts import find_model, has_adapters
 from shardwise.runtime.same_batch import describe_steps
 from shardwise.weights.staging import disk_errors
 

@@ -29,6 +29,7 @@ from shardwise.probe.layer_order import find_layer_order
 from shardwise.proof.draws import ReplayRandom
 from shardwise.proof.parity import (
     Measurement,
+    Report,
     Tolerance,
     in_dtype,
     measure,
@@ -36,15 +37,13 @@ from shardwise.proof.parity import (
     measure_narrow,
     runs_in_float64,
 )
-from shardwise.proof.report import Report
 from shardwise.ranks.spawn import spawn
-from shardwise.runtime.adapters import find_model
+from shardwise.runtime.adapter_facts import find_model
 from shardwise.runtime.modes import has_dropout
 from shardwise.tiny.inputs import Padding, add_media, missing_media
 from shardwise.tiny.models import build_tiny_model, make_batch, set_runnable_mode, shrink_config
 from shardwise.tiny.objective import has_loss, loss_or_surrogate
-from shardwise.topology.axes import DATA_AXES
-from shardwise.topology.shape import MeshShape
+from shardwise.topology.shape import DATA_AXES, MeshShape
 from shardwise.train.step import TrainStep
 
 

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from shardwise.checkpoint.random_states import random_axes, read_random
-from shardwise.checkpoint.schedules import common_state
+from shardwise.checkpoint.states import common_state, random_axes, read_random
 from shardwise.checkpoint.tree import encode_tree
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.parameters.canonical import state_tensors
 from shardwise.parameters.registry import ParameterEntry, Registry, find_parameters, local_part
 from shardwise.parameters.replicas import Copies
-from shardwise.runtime.adapters import is_adapter
+from shardwise.runtime.adapter_facts import is_adapter
 from shardwise.runtime.same_batch import describe_steps
 from shardwise.sharding.boxes import Box, intersect, move, slices
 from shardwise.sharding.layout import Layout

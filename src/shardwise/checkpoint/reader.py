@@ -15,8 +15,7 @@ from torch import Tensor
 from shardwise.checkpoint.manifest import INDEX, Index, Manifest, Part, part_name, read_file, read_index, read_manifest
 from shardwise.errors import LayoutError, LoadError
 from shardwise.sharding.boxes import full_box, shape_of, slices
-from shardwise.sharding.layout import Piece
-from shardwise.sharding.reshard import Copy, Source, copies
+from shardwise.sharding.layout import Copy, Piece, Source, copies
 from shardwise.weights.tensor_file import crc_of
 
 

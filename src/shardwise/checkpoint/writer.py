@@ -44,7 +44,7 @@ from shardwise.parameters.at_rest import reshard
 from shardwise.parameters.registry import Registry, local_part, registry_of
 from shardwise.parameters.replicas import check_replicas, replica_mismatch_word
 from shardwise.parameters.source import unchanged_names
-from shardwise.runtime.adapters import has_adapters
+from shardwise.runtime.adapter_facts import has_adapters
 from shardwise.sharding.boxes import Box, full_box
 from shardwise.sharding.division import Division, assign_writers
 from shardwise.sharding.layout import Layout

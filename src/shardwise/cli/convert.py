@@ -53,8 +53,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--adapter writes only an adapter", fix="remove --merge-adapter, --dtype and --tokenizer")
     import torch  # slow to import, as are the next
 
-    from shardwise.api.converting import convert_to_hf, convert_weights_to_hf, open_anywhere
-    from shardwise.api.converting_adapters import convert_adapter, merge_adapter
+    from shardwise.api.converting import (
+        convert_adapter,
+        convert_to_hf,
+        convert_weights_to_hf,
+        merge_adapter,
+        open_anywhere,
+    )
     from shardwise.cli.data import read_tokenizer
     from shardwise.weights.kinds import CONVERTIBLE, kind_of
 

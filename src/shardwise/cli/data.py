@@ -18,9 +18,17 @@ from shardwise.comm.agree import agree_on, run_on_local_rank_0
 from shardwise.comm.operations import Group
 from shardwise.data.config import DataConfig, held_out, patterns_of, rows_of
 from shardwise.data.corpus import DataSource, Encoder, dataset_source, digest, file_source, find_files
-from shardwise.data.documents import Document, documents_path, read_documents, text_documents, write_documents
+from shardwise.data.documents import (
+    Document,
+    Record,
+    dataset_records,
+    documents_path,
+    file_records,
+    read_documents,
+    text_documents,
+    write_documents,
+)
 from shardwise.data.examples import build_example_encoder, encode_examples
-from shardwise.data.records import Record, dataset_records, file_records
 from shardwise.data.rows import DocumentMasking, DocumentRows, Rows, StreamRows
 from shardwise.errors import ConfigError, LoadError, one_line
 from shardwise.train.run_config import Problem, TrainConfig

@@ -16,7 +16,7 @@ from shardwise.cli.data import import_datasets
 from shardwise.data.config import held_out, patterns_of
 from shardwise.data.corpus import find_files
 from shardwise.errors import ConfigError, LoadError, did_you_mean, one_line
-from shardwise.lora.library import peft
+from shardwise.lora.inject import peft
 from shardwise.plan.options import Compile
 from shardwise.train.run_config import CompilationConfig, Problem, TrainConfig
 from shardwise.weights.staging import is_url

@@ -10,8 +10,7 @@ from shardwise.cli.config_file import read_config
 from shardwise.errors import ConfigError
 from shardwise.estimate.cuts import schedule_for
 from shardwise.plan.options import ParallelSpec, Precision, Recompute
-from shardwise.schedule.drawing import describe_schedule, draw_svg
-from shardwise.schedule.timeline import chrome_trace, timeline
+from shardwise.schedule.timeline import chrome_trace, describe_schedule, draw_svg, timeline
 from shardwise.topology.shape import MeshShape
 from shardwise.train.run_config import TrainConfig
 

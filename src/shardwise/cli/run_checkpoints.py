@@ -28,8 +28,7 @@ from shardwise.checkpoint.store import clean, find_tags, lock
 from shardwise.checkpoint.writer import as_load_error
 from shardwise.comm.agree import gather_from_all, raise_on_all_ranks
 from shardwise.comm.operations import all_reduce_, host_device
-from shardwise.data.ahead import PrefetchLoader
-from shardwise.data.packing import PackedBatches
+from shardwise.data.ahead import PackedBatches, PrefetchLoader
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.parameters.registry import registry_of

@@ -1,17 +1,21 @@
 """One rank's training run, from a configuration to an exported model."""
 
+import dataclasses
 import functools
 import json
 import math
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import transformers
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from shardwise.api.state import export_pretrained
@@ -19,13 +23,11 @@ from shardwise.checkpoint.export import export_bytes
 from shardwise.cli.config_file import config_error, dump_config
 from shardwise.cli.data import load_tokenizer, prepare_rows
 from shardwise.cli.inputs import check_outputs, check_place, export_mode, read_data_state
-from shardwise.cli.logs import JsonlLog, Screen, TensorBoardLog
 from shardwise.cli.models import build_model, find_run_apart, make_optimizer, read_model_config, spec_of
 from shardwise.cli.run_checkpoints import RunCheckpoints, describe_run, find_saved_run
 from shardwise.comm.agree import gather_from_all, raise_on_all_ranks
-from shardwise.data.ahead import PrefetchLoader
+from shardwise.data.ahead import PackedBatches, PrefetchLoader
 from shardwise.data.config import DataConfig, held_out
-from shardwise.data.packing import PackedBatches
 from shardwise.data.rows import DocumentMasking, Rows
 from shardwise.errors import LoadError, ShardwiseError, counted
 from shardwise.mesh import Mesh
@@ -33,14 +35,150 @@ from shardwise.optim.clip import clip_grad_norm_
 from shardwise.parameters.registry import find_parameters, local_part, registry_of
 from shardwise.pipeline.runner import runner_of
 from shardwise.plan.options import ParallelSpec
-from shardwise.runtime.adapters import find_model
-from shardwise.schedule.drawing import draw_svg
-from shardwise.schedule.timeline import chrome_trace
-from shardwise.train.evaluate import build_evaluation, evaluation_batches
-from shardwise.train.loop import Reporter, StepRecord, TrainingComponents, run_loop
+from shardwise.runtime.adapter_facts import find_model
+from shardwise.schedule.timeline import chrome_trace, draw_svg
+from shardwise.train.loop import (
+    Reporter,
+    StepRecord,
+    TrainingComponents,
+    build_evaluation,
+    evaluation_batches,
+    run_loop,
+)
 from shardwise.train.run_config import LogConfig, TrainConfig
 from shardwise.train.step import StepResult, TrainStep
 from shardwise.weights.staging import atomic_file
+
+SHOWN_STEPS = 20
+"""The screen shows the mean speed of this many steps."""
+
+
+class JsonlLog:
+    """One JSON object per step. An earlier run's file is kept under the next free number, such as `train.1.jsonl`.
+
+    Args:
+        num_done: steps after which the run resumes: lines of later steps are removed. None for a new run.
+    """
+
+    def __init__(self, path: Path, *, num_done: int | None = None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if num_done is not None and path.exists():
+            _remove_later_steps(path, num_done)
+            self._file: TextIO = path.open("a", encoding="utf-8")
+            return
+        if path.exists():
+            number = 1
+            while (kept := path.with_suffix(f".{number}{path.suffix}")).exists():
+                number += 1
+            path.rename(kept)
+        self._file = path.open("x", encoding="utf-8")
+
+    def report(self, record: StepRecord) -> None:
+        """Write the record."""
+        values = {name: value for name, value in dataclasses.asdict(record).items() if value is not None}
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        with suppress(OSError):
+            self._file.close()
+
+
+def _remove_later_steps(path: Path, num_done: int) -> None:
+    with (
+        atomic_file(path) as partial,
+        path.open(encoding="utf-8") as lines,
+        partial.open("w", encoding="utf-8") as kept,
+    ):
+        for line in lines:
+            with suppress(ValueError, KeyError):  # the last one may be torn
+                if json.loads(line)["step"] <= num_done:
+                    kept.write(line.rstrip("\n") + "\n")
+
+
+class TensorBoardLog:
+    """One scalar curve per quantity, in a new directory for each run; a run that resumes continues the newest."""
+
+    def __init__(self, directory: Path, *, num_done: int | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # optional, and slow to import
+
+        earlier = sorted(directory.iterdir()) if num_done is not None and directory.is_dir() else []
+        place = earlier[-1] if earlier else directory / time.strftime("%Y%m%d-%H%M%S")
+        self._writer: Any = SummaryWriter(str(place), purge_step=num_done + 1 if num_done is not None else None)
+
+    def report(self, record: StepRecord) -> None:
+        """Write every quantity of the record."""
+        for name, value in dataclasses.asdict(record).items():
+            if name != "step" and value is not None:
+                where = name.replace("eval_", "eval/") if name.startswith("eval_") else f"train/{name}"
+                self._writer.add_scalar(where, value, record.step)
+
+    def close(self) -> None:
+        """Write what is still buffered, and close."""
+        self._writer.close()
+
+
+class Screen:
+    """A progress bar on a terminal; elsewhere a line every few steps.
+
+    Args:
+        num_steps: length of the run.
+        every: steps between lines if `console` is not a terminal.
+        num_done: steps that are done already.
+        notes: printed with every step.
+    """
+
+    def __init__(self, console: Console, *, num_steps: int, every: int, num_done: int = 0, notes: str = "") -> None:
+        self._notes = f"  data: {notes}" if notes else ""
+        self._console = console
+        self._num_steps = num_steps
+        self._every = every
+        self._speeds: deque[float] = deque(maxlen=SHOWN_STEPS)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[loss]}", style="bold"),
+            TextColumn("{task.fields[rest]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("training", total=num_steps, completed=num_done, loss="", rest="")
+        self._bar.start()
+
+    def report(self, record: StepRecord) -> None:
+        """Move the bar, or print a line if one is due."""
+        self._speeds.append(record.tokens_per_second)
+        speed = sum(self._speeds) / len(self._speeds)
+        rest = f"{speed:,.0f} tok/s{_describe_work(record)}  {_describe_memory(record)}{self._notes}"
+        self._bar.update(self._task, completed=record.step, loss=f"loss {record.loss:.4f}", rest=rest)
+        is_due = record.step % self._every == 0 or record.step in (1, self._num_steps)
+        if is_due and not self._console.is_terminal:
+            width = len(str(self._num_steps))
+            self._console.print(
+                f"step {record.step:>{width}}/{self._num_steps}  loss {record.loss:.4f}  lr {record.lr:.2e}  "
+                f"grad {record.grad_norm:.3f}  {rest}"
+            )
+        if record.eval_loss is not None:
+            held_out = f"loss {record.eval_loss:.4f}  perplexity {record.eval_perplexity:,.2f}"
+            self._console.print(f"held out, step {record.step}: {held_out}")
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        self._bar.stop()
+
+
+def _describe_work(record: StepRecord) -> str:
+    if record.mfu is not None:
+        return f"  {record.tflops:,.0f} TFLOP/s  {record.mfu:.1%} MFU"
+    return f"  {record.tflops:,.1f} TFLOP/s" if record.tflops is not None and record.tflops >= 1 else ""
+
+
+def _describe_memory(record: StepRecord) -> str:
+    reserved = f" of {record.reserved_bytes / 2**30:.2f}" if record.reserved_bytes is not None else ""
+    return f"{record.memory_bytes / 2**30:.2f}{reserved} GiB"
 
 
 def train(config: TrainConfig) -> StepRecord | None:

@@ -16,9 +16,9 @@ from shardwise.parameters.registry import registry_of
 from shardwise.pipeline.forward import named_call
 from shardwise.pipeline.runner import PipelineRunner, runner_of
 from shardwise.pipeline.stage import Microbatch
-from shardwise.runtime.adapters import find_model
+from shardwise.runtime.adapter_facts import find_model
 from shardwise.schedule.schedule import Schedule
-from shardwise.topology.axes import DATA_AXES
+from shardwise.topology.shape import DATA_AXES
 from shardwise.train.step import TrainStep
 
 

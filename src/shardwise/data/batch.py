@@ -15,8 +15,8 @@ from transformers.utils import ModelOutput
 from shardwise.data.media import Runs, is_medium
 from shardwise.errors import BatchError, UnsupportedError, counted
 from shardwise.loss.label_use import shifts_labels
-from shardwise.plan.token_work import TokenWork
-from shardwise.runtime.adapters import find_model
+from shardwise.plan.decision import TokenWork
+from shardwise.runtime.adapter_facts import find_model
 
 Count = int | Tensor
 """Targets: a number, or an int64 scalar that is still on the device."""

@@ -10,7 +10,7 @@ is a digest of everything that determines its content.
 import struct
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.data.corpus import DataSource, Encoder, digest, text_batches
+from shardwise.data.corpus import DataSource, Encoder, digest, json_lines, read_files, text_batches
 from shardwise.errors import LoadError
 from shardwise.weights.staging import atomic_file, disk_errors
 
@@ -152,3 +152,58 @@ def read_documents(path: Path, *, verify: bool = False) -> Documents:
     if verify and zlib.crc32(index.data, zlib.crc32(tokens.data)) != checksum:
         raise LoadError(f"{path} is damaged", why="its checksum is another", fix=fix)
     return Documents(tokens, index["end"], index["first_target"], checksum)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record.
+
+    Attributes:
+        place: file and line, or the row of a data set, for messages.
+    """
+
+    place: str
+    values: Mapping[str, Any]
+
+
+def file_records(files: Sequence[Path]) -> DataSource[Record]:
+    """The lines of .jsonl files, one object each. Ignores empty lines and a byte order mark.
+
+    Raises:
+        LoadError: there are no .jsonl files; while reading: a file cannot be read or is not UTF-8, or a line holds no
+            object.
+    """
+    for file in files:
+        if file.suffix != ".jsonl":
+            raise LoadError(
+                f"{file} is no .jsonl file",
+                why="prompts and messages are read from lines of JSON",
+                fix="write one object a line, or leave the file out with data.include",
+            )
+
+    def records(file: Path) -> Iterator[Record]:
+        return (_record(value, f"{file}:{number}") for number, value in json_lines(file))
+
+    size, times, read = read_files(files, records)
+    return DataSource(fingerprint=digest("records", times), size=size, read=read)
+
+
+def dataset_records(rows: Any) -> DataSource[Record]:
+    """The rows of one split of a `datasets` data set."""
+
+    def read(on_progress: Callable[[int], None]) -> Iterator[Record]:
+        for number, row in enumerate(rows):
+            yield _record(row, f"row {number}")
+            on_progress(number + 1)
+
+    return DataSource(fingerprint=digest("dataset records", str(rows._fingerprint)), size=len(rows), read=read)
+
+
+def _record(value: Any, place: str) -> Record:
+    if not isinstance(value, Mapping):
+        raise LoadError(
+            f"expected an object with keys, found {type(value).__name__}",
+            at=place,
+            fix='a line looks like {"prompt": "...", "response": "..."} or {"messages": [...]}',
+        )
+    return Record(place, value)

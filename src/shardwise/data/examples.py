@@ -17,8 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from shardwise.data.corpus import digest
-from shardwise.data.documents import Document
-from shardwise.data.records import Record
+from shardwise.data.documents import Document, Record
 from shardwise.errors import ConfigError, LoadError, ShardwiseError, did_you_mean
 
 _BATCH = 256

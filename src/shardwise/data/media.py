@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import BatchError
-from shardwise.runtime.adapters import find_model
+from shardwise.runtime.adapter_facts import find_model
 
 Runs = Mapping[str, list[slice]]
 """For each part of a batch the first dim's run of a tensor, by the tensor's name."""

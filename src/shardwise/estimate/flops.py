@@ -5,8 +5,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 
 from shardwise.estimate.cuts import experts_of
+from shardwise.plan.decision import TokenWork
 from shardwise.plan.structure import Heads, ModelFacts, parent_of, upwards
-from shardwise.plan.token_work import TokenWork
 
 _PEAK_TFLOPS = (
     ("B300", 2250.0),

@@ -12,8 +12,7 @@ from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.parameters.canonical import canonical_tensor, dtypes_of
 from shardwise.parameters.registry import entries_of, find_parameters, registry_of
 from shardwise.plan.structure import fqn_of
-from shardwise.runtime.adapter_facts import places_in
-from shardwise.runtime.adapters import find_model, is_adapter, is_saved_copy, unwrapped
+from shardwise.runtime.adapter_facts import find_model, is_adapter, is_saved_copy, places_in, unwrapped
 
 WeightDelta = Callable[[Tensor], Tensor]
 

@@ -8,7 +8,7 @@ from shardwise.errors import UnsupportedError
 from shardwise.parameters.at_rest import forget_unreduced, reshard
 from shardwise.parameters.canonical import names_only
 from shardwise.parameters.registry import Registry
-from shardwise.runtime.adapters import find_model
+from shardwise.runtime.adapter_facts import find_model
 from shardwise.runtime.linear import apply_mixin
 
 _BY_ENTRY = ("linear", "cat")

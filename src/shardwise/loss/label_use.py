@@ -9,7 +9,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shardwise.errors import UnsupportedError
-from shardwise.runtime.adapters import find_model
+from shardwise.runtime.adapter_facts import find_model
 from shardwise.runtime.arguments import Arguments, edit_arguments
 
 _ATTRIBUTE = "_shardwise_label_use"

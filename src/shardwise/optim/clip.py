@@ -10,7 +10,7 @@ from shardwise.errors import ConfigError
 from shardwise.optim.gradients import gradients_of
 from shardwise.optim.summing import multiply
 from shardwise.parameters.at_rest import reshard
-from shardwise.parameters.norms import complete_norms, norm_of_owned
+from shardwise.parameters.local_gradient import complete_norms, norm_of_owned
 from shardwise.parameters.registry import (
     ParameterEntry,
     Registry,

@@ -31,7 +31,7 @@ from shardwise.comm.operations import all_reduce_, host_device
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.optim.host_copy import HostCopy
 from shardwise.optim.summing import complete_gradients, scale_back_to_partial, time_reduction
-from shardwise.parameters.added import adopt_parameters, note_inputs
+from shardwise.parameters.assigned import adopt_parameters, note_inputs
 from shardwise.parameters.at_rest import forget_unreduced
 from shardwise.parameters.local_gradient import as_local_gradient
 from shardwise.parameters.registry import (
@@ -43,7 +43,7 @@ from shardwise.parameters.registry import (
     mark,
     registry_of,
 )
-from shardwise.runtime.wrapping import refuse_wrapped
+from shardwise.runtime.modes import refuse_wrapped
 
 _ATTRIBUTE = "_shardwise_gradients"
 _WATCHED = "_shardwise_watched"

@@ -12,7 +12,7 @@ from shardwise.errors import GradientError, UnsupportedError
 from shardwise.mesh import Mesh
 from shardwise.parameters.registry import DataHandling, ParameterEntry, Registry, entry_of, local_part
 from shardwise.plan.rule import UNREACHED
-from shardwise.topology.axes import FSDP_AXES
+from shardwise.topology.shape import FSDP_AXES
 
 Value = TypeVar("Value")
 

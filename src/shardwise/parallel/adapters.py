@@ -18,14 +18,13 @@ from shardwise.parameters.canonical import local_tensor
 from shardwise.parameters.registry import DataHandling, ParameterEntry, Registry, attach_entry, axes_of
 from shardwise.plan.adapters import plan_adapter
 from shardwise.plan.decision import ParameterPlan
-from shardwise.runtime.adapter_facts import describe_adapter
-from shardwise.runtime.adapters import is_adapter, unwrapped
+from shardwise.runtime.adapter_facts import describe_adapter, is_adapter, unwrapped
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.linear import RowSplit, apply_mixin
 from shardwise.runtime.modes import has_dropout
 from shardwise.sharding.layout import Layout, steps_along
 from shardwise.sharding.placement import Split
-from shardwise.topology.axes import FSDP_AXES
+from shardwise.topology.shape import FSDP_AXES
 
 
 def apply_adapters(model: nn.Module, registry: Registry) -> None:

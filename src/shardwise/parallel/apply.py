@@ -1,36 +1,129 @@
 """Splits a model in a fixed order: first all checks, then all edits."""
 
 import functools
-from collections.abc import Callable, Iterable
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from transformers import PreTrainedModel
 
-from shardwise.errors import PlanError, UnsupportedError
+from shardwise.errors import ConfigError, PlanError, UnsupportedError
 from shardwise.loss.deferred_logits import apply_deferral
 from shardwise.mesh import Mesh
 from shardwise.parallel.adapters import apply_adapters
-from shardwise.parallel.caches import train_without_cache
 from shardwise.parallel.compiled import apply_compilation, check_compilation
 from shardwise.parallel.facts import output_head
 from shardwise.parallel.fsdp import apply_data_parallelism, check_data_parallelism
-from shardwise.parallel.precision import apply_precision
 from shardwise.parallel.recompute import apply_recomputation, find_recomputed
-from shardwise.parallel.sequence_parallel import apply_sequence_parallelism
 from shardwise.parallel.stages import apply_stages, finish_placeholders
 from shardwise.parallel.state_dict_guard import guard_state_dict
-from shardwise.parallel.tensor_parallel import apply_tensor_parallelism, check_tensor_parallelism, split_parameters
-from shardwise.parameters.registry import Registry, attach_registry, entries_of, is_split, note_parameters
+from shardwise.parallel.tensor_parallel import (
+    apply_sequence_parallelism,
+    apply_tensor_parallelism,
+    check_tensor_parallelism,
+    split_parameters,
+)
+from shardwise.parameters.registry import DataHandling, Registry, attach_registry, entries_of, is_split, note_parameters
 from shardwise.plan.decision import SplitPlan
-from shardwise.plan.options import ParallelSpec
-from shardwise.runtime.adapters import find_model
+from shardwise.plan.options import ParallelSpec, Precision
+from shardwise.runtime.adapter_facts import find_model
+from shardwise.runtime.arguments import Arguments, edit_arguments
+from shardwise.runtime.casting import Casting
 from shardwise.runtime.context import SplitContext
-from shardwise.runtime.modes import has_dropout
-from shardwise.runtime.wrapping import check_unwrapped
-from shardwise.topology.axes import UNSERVED_AXES
-from shardwise.topology.shape import MeshShape
+from shardwise.runtime.host_masks import leave_out_cache
+from shardwise.runtime.modes import check_unwrapped, has_dropout
+from shardwise.runtime.reading import cast_in_forward, read_through
+from shardwise.topology.shape import UNSERVED_AXES, MeshShape
+
+
+def train_without_cache(model: nn.Module, *, recomputes: bool) -> None:
+    """Makes training forwards with gradients run with `use_cache=False`, unless the caller passes `use_cache`. A cache
+    stores keys and values a second time, and its state makes `torch.compile` compile every layer separately.
+
+    Args:
+        recomputes: whether blocks are recomputed in backward. Then `use_cache=True` is impossible.
+    """
+
+    def without_cache(module: nn.Module, arguments: Arguments) -> None:
+        if torch.is_grad_enabled() and (module.training or recomputes):
+            if recomputes and arguments.get("use_cache"):
+                raise ConfigError(
+                    "use_cache=True under recomputation", fix="leave it out, or run under torch.no_grad()"
+                )
+            leave_out_cache(module, arguments)
+
+    for module in _cache_builders(model):
+        edit_arguments(module, without_cache)
+
+
+def _cache_builders(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the outermost modules that take `use_cache`, and the models inside them, which may be called directly."""
+    takes_it = "use_cache" in inspect.signature(module.forward).parameters
+    if takes_it:
+        yield module
+    for child in module.children():
+        if not takes_it or isinstance(child, PreTrainedModel):
+            yield from _cache_builders(child)
+
+
+def apply_precision(model: nn.Module, registry: Registry, precision: Precision | None) -> None:
+    """Makes a split model compute in the dtype of `precision`, in place. Communicates nothing.
+
+    FSDP2 casts the parameters that it shards (see `apply_data_parallelism`).
+    """
+    registry.precision = precision
+    if precision is None:
+        return
+    _narrow_frozen(model, registry, getattr(torch, precision.compute))
+    if precision.params == precision.compute == "bfloat16":
+        warnings.warn(
+            f"parameters are kept in {precision.params}: updates smaller than 1/256 of a weight are lost to rounding, "
+            "which Adam's usually are; Precision() keeps them in float32 and computes in bfloat16",
+            stacklevel=3,
+        )
+    if precision.compute == precision.params:
+        return
+    dtype = getattr(torch, precision.compute)
+    registry.casting = casting = Casting(dtype)
+    if registry.mesh.data_size > 1:
+        _cast_what_is_kept_in_full(model, registry, casting)
+        return
+    for owner in model.modules():
+        for name in _floats(owner):
+            read_through(owner, name, casting)
+    for module in (*(model.get_submodule(each) for unit in registry.plan.units for each in unit), model):
+        cast_in_forward(module, casting)
+
+
+def _narrow_frozen(model: nn.Module, registry: Registry, compute: torch.dtype) -> None:
+    """Stores frozen parameters in the dtype of computation, because they are never updated."""
+    for name, parameter in model.named_parameters():
+        is_wider = parameter.is_floating_point() and parameter.dtype.itemsize > compute.itemsize
+        if is_wider and not parameter.requires_grad:
+            registry.frozen[name] = compute
+            parameter.data = parameter.data.to(compute)
+
+
+def _cast_what_is_kept_in_full(model: nn.Module, registry: Registry, casting: Casting) -> None:
+    """Casts the parameters that every data rank holds in full.
+
+    Scalars stay: they do not change the dtype of results.
+    """
+    for name, module in model.named_modules():
+        fqns = {own: f"{name}.{own}" if name else own for own in _floats(module)}
+        kept = [own for own, fqn in fqns.items() if registry.entry(fqn).data is DataHandling.ALL_REDUCE]
+        if kept := [own for own in kept if registry.entry(fqns[own]).layout.shape]:
+            for own in kept:
+                read_through(module, own, casting)
+            cast_in_forward(module, casting)
+
+
+def _floats(module: nn.Module) -> list[str]:
+    return [name for name, value in module._parameters.items() if value is not None and value.is_floating_point()]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,18 +1,20 @@
 """Tensor parallelism: reduces parameters to this rank's part, and makes modules compute with it."""
 
+import logging
 from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise.errors import UnsupportedError
 from shardwise.loss.head import install_head, install_loss, install_side_outputs
-from shardwise.parallel.heads import apply_expert_widths, apply_local_attributes, apply_local_heads
+from shardwise.parallel.facts import KEY_VALUE_HEAD_NAMES, QUERY_HEAD_NAMES, names_read
 from shardwise.parameters.canonical import local_tensor
 from shardwise.parameters.registry import Registry
-from shardwise.plan.decision import SplitPlan
-from shardwise.plan.structure import is_within, nearest, parent_of
-from shardwise.runtime.adapters import unwrapped
+from shardwise.plan.decision import ParameterPlan, SplitPlan
+from shardwise.plan.structure import Heads, is_within, nearest, parent_of
+from shardwise.runtime.adapter_facts import unwrapped
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.embedding import SplitEmbedding
 from shardwise.runtime.linear import BiasRead, RowSplit, apply_mixin
@@ -27,8 +29,9 @@ from shardwise.runtime.region_edges import (
     install_reduced,
     install_region,
 )
+from shardwise.runtime.sequence_edges import install_full, install_owner, install_parts, install_stack
 from shardwise.sharding.placement import Split
-from shardwise.tiny.fields import layer_overrides, read_field
+from shardwise.tiny.families import layer_overrides, read_field
 
 _HEAD_COUNTS = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")
 
@@ -210,3 +213,98 @@ def _split_of(registry: Registry, module: str) -> Split | None:
 def _weight_of(registry: Registry, module: str) -> str:
     weight = registry.plan.weights.get(module, f"{module}.weight")
     return registry.tied.get(weight, weight)
+
+
+def apply_sequence_parallelism(model: nn.Module, registry: Registry) -> None:
+    """Splits the sequence over the stacks of layers that the plan names. Communicates nothing.
+
+    Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198).
+    """
+    plan, context = registry.plan.sequence, registry.context
+    if plan is None:
+        return
+    for fqn in plan.full_sequence:
+        stack_around = next(stack for stack in plan.stacks if is_within(fqn, (stack,)))
+        install_full(model.get_submodule(fqn), fqn, stack_around, context)
+    for stack in plan.stacks:
+        layers: Any = model.get_submodule(stack)
+        install_stack(layers, stack, context)
+        owner = model.get_submodule(parent_of(stack))  # its forward embeds, then runs the layers
+        install_owner(owner, stack, context)
+    inputs: dict[str, list[str]] = {}
+    regions = {region.fqn for region in registry.plan.regions}  # these split their own inputs
+    for fqn in plan.inputs:
+        if parent_of(fqn) not in regions:
+            inputs.setdefault(parent_of(fqn), []).append(fqn.rpartition(".")[2])
+    for layer, names in inputs.items():
+        install_parts(model.get_submodule(layer), names, context)
+
+
+logger = logging.getLogger("shardwise.plan")
+
+_ALIGNED = 8
+"""Grouped products read rows of a multiple of 16 bytes: that many elements of the narrowest dtypes."""
+
+
+class LocalConfig:
+    """A module's view of the model's config, with some values replaced.
+
+    Some attention forwards read head counts from `self.config`. The model's config itself is shared and saved, so it
+    must not change.
+    """
+
+    def __init__(self, config: Any, **values: Any) -> None:
+        self.__dict__.update(values, _config=config)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_config":
+            raise AttributeError(name)
+        return getattr(self._config, name)
+
+
+def apply_local_heads(modules: Mapping[str, nn.Module], heads: Mapping[str, tuple[Heads, Heads]]) -> None:
+    """Sets the head counts of every split attention module to this rank's."""
+    for name, (full, local) in heads.items():
+        module, own_class = modules[name], cast(Any, type(modules[name]))
+        queries = (full.num_heads, local.num_heads)
+        keys = (full.num_key_value_heads, local.num_key_value_heads)
+        groups = (queries[0] // keys[0], queries[1] // keys[1])
+        counts = dict.fromkeys(QUERY_HEAD_NAMES, queries) | dict.fromkeys(KEY_VALUE_HEAD_NAMES, keys)
+        for own, (before, after) in (counts | {"num_key_value_groups": groups}).items():
+            if vars(module).get(own) == before:
+                setattr(module, own, after)
+        for own in counts.keys() & names_read(own_class) if getattr(module, "config", None) is not None else ():
+            _set_in_config(module, own, counts[own][1])
+
+
+def apply_local_attributes(modules: Mapping[str, nn.Module], attributes: Mapping[str, int]) -> None:
+    """Sets the attributes that a plan divides to this rank's values, on the module or on its view of the config."""
+    for fqn, value in attributes.items():
+        owner, _, name = fqn.rpartition(".")
+        if owner in modules:
+            setattr(modules[owner], name, value)
+        else:
+            _set_in_config(modules[owner.removesuffix(".config")], name, value)
+
+
+def apply_expert_widths(modules: Mapping[str, nn.Module], parameters: Mapping[str, ParameterPlan]) -> None:
+    """Makes stacked experts run one after another if a rank's part has strides that the grouped product does not
+    support.
+    """
+    for fqn, planned in parameters.items():
+        owner, placement = parent_of(fqn), planned.placement
+        module = modules[owner]
+        if not isinstance(placement, Split) or len(planned.shape) != 3:
+            continue
+        implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+        sizes = set(placement.local_sizes)
+        if implementation == "grouped_mm" and any(size % _ALIGNED for size in sizes):
+            logger.warning("%s runs its experts one after another: ranks have widths of %s", owner, sorted(sizes))
+            _set_in_config(module, "_experts_implementation", "eager")
+
+
+def _set_in_config(module: nn.Module, name: str, value: Any) -> None:
+    """Sets a value in the module's view of its config."""
+    if not isinstance(module.config, LocalConfig):
+        setattr(module, "config", LocalConfig(module.config))  # noqa: B010 - torch types it a Module
+    module.config.__dict__[name] = value

@@ -1,5 +1,6 @@
 """Assignments to `data` of parameters of which ranks hold parts: accepted, or an error."""
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,21 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
 from shardwise.errors import UnsupportedError
-from shardwise.parameters.registry import DataHandling, find_parameters
+from shardwise.parameters.registry import (
+    DataHandling,
+    ParameterEntry,
+    attach_entry,
+    axes_of,
+    entries_of,
+    entry_of,
+    find_parameters,
+    registry_of,
+    untied,
+)
+from shardwise.plan.decision import SplitPlan
+from shardwise.plan.structure import fqn_of
+from shardwise.sharding.layout import Layout, steps_along
+from shardwise.topology.shape import FSDP_AXES
 
 _DATA: Any = Tensor.data
 
@@ -82,3 +97,56 @@ def _refused(what: str, shape: Sequence[int], dtype: torch.dtype) -> Unsupported
 
 for _types in (torch_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
     _types.append(_AssignedDTensor)  # as torch does for `DTensor`
+
+
+_INPUT = "_shardwise_input"
+
+
+def note_inputs(model: nn.Module, plan: SplitPlan) -> None:
+    """Records the input of every module: "split" features or heads, a "part" of the sequence, or "full" tensors.
+
+    Parameters that are added to the module later have the same input.
+    """
+    split = {plan.head, *plan.modules, *(region.fqn for region in plan.regions)}
+    sequence = plan.sequence
+    for name, module in model.named_modules() if plan.num_parts > 1 else ():
+        if any(fqn in split for fqn in itertools.accumulate(name.split("."), "{}.{}".format)):
+            module.__dict__[_INPUT] = "split"
+        else:
+            has_part = sequence is not None and sequence.stack_of(name) is not None
+            module.__dict__[_INPUT] = "part" if has_part else "full"
+
+
+def adopt_parameters(model: nn.Module) -> None:
+    """Registers every trained parameter without an entry, as replicated on every rank.
+
+    Raises:
+        UnsupportedError: the parameter is in a module that computes with a rank's own heads or features, or in a
+            pipeline, so its split or stage is unknown.
+        LayoutError: it has replaced one of two tied parameters.
+    """
+    registry, inputs = registry_of(model), {"": "full"}
+    mesh = registry.mesh
+    steps = steps_along(("tp", *FSDP_AXES[::-1]), mesh.shape)
+    for name, module in model.named_modules():
+        kind = inputs[name] = module.__dict__.get(_INPUT) or inputs[name.rpartition(".")[0]]
+        for own, parameter in module._parameters.items():
+            if parameter is None or not parameter.requires_grad or own in entries_of(module):
+                continue
+            fqn, entry = fqn_of(name, own), entry_of(parameter)
+            if entry is None and (tied := set(registry.names_of(registry.tied.get(fqn, fqn))) - {fqn}):
+                raise untied(min(tied), fqn)
+            if mesh.size("pp") > 1 or (kind == "split" and (entry is None or entry.split is not None)):
+                raise UnsupportedError(
+                    f"{fqn}, which came into the model after it was split",
+                    why="its split and its stage are unknown",
+                    fix="add it before shardwise.parallelize splits the model (adapters by adapter=), or freeze it",
+                )
+            new = ParameterEntry(
+                fqn=fqn,
+                layout=Layout(tuple(parameter.shape), steps),
+                partial_over=axes_of("partial" if kind == "part" else "full"),
+                data=DataHandling.ALL_REDUCE if mesh.data_size > 1 else DataHandling.NONE,
+                registry=registry,
+            )
+            attach_entry(module, own, entry or new)

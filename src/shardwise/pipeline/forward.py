@@ -8,15 +8,25 @@ first microbatch runs before the last forward. So the forward runs the whole sch
 the model uses as many microbatches as fill the pipeline, or as requested (`PipelineRunner.num_microbatches`), if the
 rows divide. In eval mode it uses one, and computes exactly what the unsplit model computes on the whole batch, even if
 that is no sum over rows (the balance of a mixture of experts).
+
+# [Note: gradients released by backward]
+Parameters enter the loss's graph as if the loss had been computed from them here. So autograd handles their gradients
+as usual: `backward()` adds them to `.grad`, `inputs=` selects some, `torch.autograd.grad` returns them, and hooks on
+parameters receive the gradient of the whole batch, once. The schedule's own backwards, of single microbatches, call
+none of these hooks.
 """
 
 import functools
 import inspect
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 from transformers import Cache
 from transformers.modeling_outputs import BaseModelOutput
@@ -27,19 +37,121 @@ from shardwise.data.media import divide_media
 from shardwise.errors import BatchError, ShardwiseError, UnsupportedError
 from shardwise.loss.label_use import may_divide
 from shardwise.optim.gradients import gradients_of
-from shardwise.parameters.registry import Registry, registry_of
+from shardwise.parameters.registry import Registry, local_part, registry_of
 from shardwise.pipeline.caches import StageCaches, check_caches
 from shardwise.pipeline.outputs import asked_outputs, broadcast_output, check_asked_outputs, merge_outputs
-from shardwise.pipeline.release import emit_stashed_grads, refuse_gradient, stashed_grads
 from shardwise.pipeline.runner import PipelineRunner, runner_of
 from shardwise.pipeline.stage import Microbatch
+from shardwise.runtime.host_masks import cache_of, leave_out_cache
 from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.modes import is_checkpointed, refuse_compiled
 from shardwise.runtime.outputs import map_fields
-from shardwise.runtime.positions import cache_of, leave_out_cache
 from shardwise.runtime.same_batch import agree_over_data, check_same_batch
 from shardwise.stages.model import Stages
-from shardwise.topology.axes import SAME_ROWS_AXES
+from shardwise.topology.shape import SAME_ROWS_AXES
+
+Kept = list[tuple[Tensor, Tensor]]
+
+
+@contextmanager
+def stashed_grads(model: nn.Module) -> Iterator[Kept]:
+    """Context manager: gradients start at None inside; afterwards the previous ones are restored, and the new ones are
+    in the yielded dict.
+    """
+    before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    kept: Kept = []
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        with _without_hooks([parameter for parameter, _ in before]):
+            yield kept
+    finally:
+        kept += [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+        for parameter, gradient in before:
+            parameter.grad = gradient
+
+
+@contextmanager
+def _without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    found = [
+        hooks for each in parameters for hooks in (each._backward_hooks, each._post_accumulate_grad_hooks) if hooks
+    ]
+    aside = [dict(hooks) for hooks in found]
+    for hooks in found:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, own in zip(found, aside, strict=True):
+            hooks.update(own)
+
+
+def emit_stashed_grads(loss: Tensor, model: nn.Module, kept: Kept, *, factor: float | Tensor) -> Tensor:
+    """`loss`, whose backward gives parameters and inputs the gradients that were kept, once.
+
+    Args:
+        kept: what is given a gradient, with the gradient; it is emptied.
+        factor: what all gradients are multiplied by, beside the gradient that comes in.
+    """
+    leaves, gradients = [leaf for leaf, _ in kept], [gradient for _, gradient in kept]
+    kept.clear()
+    # Something of this graph needs a gradient on every rank, also on one that trains nothing.
+    anchor = torch.ones((), requires_grad=True)
+    return _ReleaseGradients.apply(loss.detach(), model, gradients, factor, anchor, *leaves)
+
+
+class _ReleaseGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss: Tensor,
+        model: nn.Module,
+        kept: list[Tensor],
+        factor: float | Tensor,
+        anchor: Tensor,
+        *leaves: Tensor,
+    ) -> Tensor:
+        ctx.model, ctx.kept, ctx.factor = model, kept, factor
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Any, ...]:
+        if ctx.kept is None:
+            raise RuntimeError("the gradients of this forward have been added already: run another forward")
+        factor = incoming * ctx.factor
+        for gradient in ctx.kept:
+            own = local_part(gradient)
+            own.mul_(factor.to(own.device, own.dtype))
+        released, ctx.kept = ctx.kept, None  # so that autograd need not copy them
+        gradients = gradients_of(ctx.model)
+        gradients.note_change()
+        Variable._execution_engine.queue_callback(gradients.complete)  # nothing is partial: it says whose they are
+        return None, None, None, None, None, *released
+
+
+class _Refused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise UnsupportedError(
+            "a gradient of the output of a model in stages other than its loss",
+            why="the backward of the stages has run in the forward, or there was no loss to start it from",
+            fix="pass labels, and use the loss alone, or shardwise.TrainStep",
+        )
+
+
+def refuse_gradient(x: Tensor) -> Tensor:
+    """`x` with a backward that raises UnsupportedError. Non-float values are returned unchanged."""
+    if not x.is_floating_point():
+        return x
+    with torch.enable_grad():
+        refused: Tensor = _Refused.apply(x, torch.ones((), requires_grad=True))
+    return refused
+
 
 _MOST_PER_STAGE = 4
 """Microbatches for each stage that a forward in training mode takes at most: a fifth of the time is bubble then."""

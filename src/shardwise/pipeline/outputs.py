@@ -26,7 +26,7 @@ from shardwise.comm.operations import Group, broadcast_, broadcast_object
 from shardwise.errors import UnsupportedError
 from shardwise.loss.logits import as_logits, only_asks, takes_data
 from shardwise.runtime.context import SplitContext
-from shardwise.tiny.fields import sub_configs
+from shardwise.tiny.families import sub_configs
 
 _COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 """What transformers collects of every layer; of router logits it computes a part of the loss."""

@@ -17,7 +17,7 @@ class CutTensor:
     """A tensor that depends on parameters and crosses a cut: made in one segment and used in a later one.
 
     Attributes:
-        anchor: where the tensor is found when the segment after the cut begins (see `shardwise.stages.anchors`):
+        anchor: where the tensor is found when the segment after the cut begins (see `shardwise.stages.run`):
             `input:PATH` in the arguments of that layer's call, `output:FQN:NUMBER:PATH` in the output of call NUMBER of
             the module FQN, `glue:CALLS:NUMBER:PATH` in the output of an operation between layers.
         needs_gradient: whether a gradient is sent back.

@@ -9,8 +9,7 @@ from shardwise.lora.inject import inject_alike
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
 from shardwise.probe.disk_cache import cache_path, read, write
-from shardwise.probe.trial import Verdict, verdict_of_exception
-from shardwise.probe.tried_model import build_tried_model, trial_of
+from shardwise.probe.trial import Verdict, build_tried_model, trial_of, verdict_of_exception
 from shardwise.runtime.adapter_facts import without_adapters
 from shardwise.runtime.modes import has_dropout
 from shardwise.tiny.random import fork_all_rng

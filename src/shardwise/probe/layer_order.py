@@ -20,8 +20,7 @@ from shardwise.parallel.stages import build_local_stages
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan, Returned
 from shardwise.plan.structure import upwards
 from shardwise.probe.disk_cache import cache_path, read, write
-from shardwise.probe.trial import Verdict, reraise_as, verdict_of_exception
-from shardwise.probe.tried_model import build_tried_model
+from shardwise.probe.trial import Verdict, build_tried_model, reraise_as, verdict_of_exception
 from shardwise.probe.watch_order import watch_order
 from shardwise.runtime.modes import has_dropout
 from shardwise.sharding.json_form import from_json, to_json

@@ -19,7 +19,7 @@ from shardwise.errors import PlanError
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.pipeline_plan import CutTensor, LayerOrder, Returned
 from shardwise.plan.structure import outermost_layers, upwards
-from shardwise.stages.anchors import is_dropout, made_by, named_arguments, named_tensors, used_by, writes
+from shardwise.stages.run import is_dropout, made_by, named_arguments, named_tensors, used_by, writes
 from shardwise.tiny.objective import clone_batch
 
 

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.operations import all_gather_objects
+from shardwise.errors import VerificationError, counted
 from shardwise.mesh import Mesh
 from shardwise.optim.optimizer import build_optimizer
 from shardwise.parameters.canonical import canonical_tensors
 from shardwise.parameters.registry import find_parameters, registry_of
 from shardwise.parameters.replicas import find_unequal_replicas
 from shardwise.plan.decision import ParameterPlan, split_share
+from shardwise.plan.explain import table
 from shardwise.plan.match import star_numbers
 from shardwise.plan.structure import is_within, outermost_layers
 from shardwise.proof.counting import counted_layers
@@ -25,7 +27,7 @@ from shardwise.proof.draws import RecordRandom, ReplayRandom, in_microbatch_orde
 from shardwise.sharding.placement import Split
 from shardwise.tiny.objective import clone_batch, loss_or_surrogate
 from shardwise.tiny.random import fork_all_rng, training_copy
-from shardwise.topology.axes import DATA_AXES
+from shardwise.topology.shape import DATA_AXES
 
 OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "eps": 1e-6}
 """Of the compared AdamW steps. With its default `eps` Adam blows gradients that are zero but for rounding (a key bias:
@@ -354,3 +356,92 @@ def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], relative
         if error != error:
             return worst
     return worst
+
+
+_LABELS = {
+    "loss": "loss",
+    "logits": "logits",
+    "gradient": "worst gradient",
+    "parameter": "parameters, 3 steps",
+    "in_training": "padding",
+    "narrow": "in {}",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Result of proving a split; `str` is the table.
+
+    Attributes:
+        subject: the model.
+        layout: its layout.
+        measurements: one per rank.
+        seconds: duration of the proof.
+        not_given: image, video and sound arguments that the model takes and did not receive.
+        without_dropout: reason why nothing was dropped, if so.
+    """
+
+    subject: str
+    layout: str
+    measurements: tuple[Measurement, ...]
+    seconds: float
+    not_given: tuple[str, ...] = ()
+    without_dropout: str = "nothing draws random numbers"
+
+    @property
+    def passed(self) -> bool:
+        """Whether every rank computes the same as the unsplit model."""
+        return all(found.passed for found in self.measurements)
+
+    @property
+    def share_split(self) -> float:
+        """Share of all bytes that belong to split parameters."""
+        return self.measurements[0].share_split
+
+    def raise_if_failed(self) -> None:
+        """Raises `VerificationError` with the table unless the proof passed."""
+        if not self.passed:
+            raise VerificationError(
+                f"{self.subject} over {self.layout} does not compute what the unsplit model does", why=str(self)
+            )
+
+    def __str__(self) -> str:
+        rows = [("", "largest difference", "allowed", "verdict", "where")]
+        for name in _LABELS:
+            found = [getattr(each, name) for each in self.measurements]
+            if found[0] is None:
+                rows += [("padding", "not tried", "", "", "it cannot be trained on it")] * (name == "in_training")
+                continue
+            rows.append(_row(name, found))
+            if name == "in_training" and not found[0].num_draws:
+                rows.append(("dropout", "not tried", "", "", self.without_dropout))
+        unequal = sorted({name for found in self.measurements for name in found.unequal_replicas})
+        differing = f"{len(unequal)} unequal after {counted(self.measurements[0].num_steps, 'step')}"
+        rows.append(("replicas", differing, "0", _verdict(not unequal), ", ".join(unequal)))
+        verdict = "equal to the unsplit model" if self.passed else "NOT equal to the unsplit model"
+        if self.not_given:
+            verdict += f", without {' and '.join(self.not_given)}, which it was not given"
+        return "\n".join(
+            [
+                f"{self.subject} over {self.layout}: {verdict}",
+                "",
+                *table(rows, has_rule=False),
+                "",
+                f"{self.share_split:.1%} of the tiny model's parameters are split; proved in {self.seconds:.1f} s",
+            ]
+        )
+
+
+def _row(name: str, found: list[Difference]) -> tuple[str, str, str, str, str]:
+    worst = max(found, key=lambda each: each.error / each.allowed if each.error == each.error else float("inf"))
+    where = "of all gradients, relative to their norm" if name == "narrow" else worst.name
+    label = _LABELS[name].format(worst.name)
+    if not worst.num_compared:
+        return label, "not compared", "", "", "neither model returns any"
+    if worst.num_draws:
+        label, where = f"{label}, dropout", f"{where} ({counted(worst.num_draws, 'draw')} alike)".lstrip()
+    return label, f"{worst.error:.1e}", f"{worst.allowed:.1e}", _verdict(worst.passed), where
+
+
+def _verdict(passed: object) -> str:
+    return "ok" if passed else "FAILED"

@@ -3,11 +3,29 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.comm.collectives import gather_full, reduce_from_region
-from shardwise.runtime.axis import Axis
-from shardwise.runtime.checks import check_index
+from shardwise.runtime.context import Axis
+
+
+def check_index(valid: Tensor, rule: str, say: Callable[[], str]) -> None:
+    """Raises if `valid` is false.
+
+    Args:
+        valid: bool scalar. A fake tensor is not checked.
+        rule: error message on the device.
+        say: builds the error message with values, on the host.
+
+    Raises:
+        IndexError: on CPU. A GPU fails asynchronously.
+    """
+    if valid.device.type != "cpu":
+        torch._assert_async(valid, rule)
+    elif not isinstance(valid, FakeTensor) and not valid:
+        raise IndexError(say())
 
 
 class SplitEmbedding:

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import copy_to_region, reduce_from_region, split_full
-from shardwise.runtime.adapters import unwrapped
-from shardwise.runtime.axis import Axis
-from shardwise.runtime.context import SplitContext
+from shardwise.runtime.adapter_facts import unwrapped
+from shardwise.runtime.context import Axis, SplitContext
 from shardwise.runtime.region_edges import RegionExit, mark_full_gradient
 
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.comm.collectives import copy_to_region
 from shardwise.runtime.arguments import change_arguments
-from shardwise.runtime.axis import Axis
+from shardwise.runtime.context import Axis
 from shardwise.runtime.reading import read_in_forward
 
 _KEEPING = frozenset({"transpose", "permute", "contiguous"})

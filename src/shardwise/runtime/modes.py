@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
@@ -74,3 +77,44 @@ def refuse_compiled(what: str, *, why: str) -> None:
         why=why,
         fix="pass compilation=shardwise.Compile() where the model is split: it compiles every block",
     )
+
+
+_FIX = (
+    'say data parallelism in the layout, such as "fsdp2.tp2" or "ddp2.tp2", and train the model itself with\n'
+    "shardwise.TrainStep or a loop of your own (docs/own-loop.md)"
+)
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """Checks a model before it is split.
+
+    Raises:
+        UnsupportedError: the model is or holds a data-parallel wrapper of torch, or was made under
+            `torch.inference_mode`.
+    """
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise UnsupportedError(
+            f"a {type(model).__name__} that was made under torch.inference_mode()",
+            why="autograd does not accept its parameters",
+            fix="make or load it outside, or under torch.no_grad()",
+        )
+    refuse_wrapped(*model.modules())
+
+
+def refuse_wrapped(*modules: nn.Module) -> None:
+    """Raises `UnsupportedError` if one of the modules is `DistributedDataParallel` or FSDP."""
+    for module in modules:
+        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
+            wrapper = "DistributedDataParallel" if isinstance(module, DistributedDataParallel) else "FSDP"
+            raise UnsupportedError(
+                f"a model in {wrapper}",
+                why="it assumes equal copies of all parameters on all ranks, or shards them itself",
+                fix=_FIX,
+            )
+
+
+def refuse_ddp(*_: Any) -> None:
+    """Forward pre-hook of a split model: raises if a `DistributedDataParallel` around the model is running."""
+    around = getattr(DistributedDataParallel, "_active_ddp_module", None)  # torch 2.11 to 2.14
+    if around is not None:
+        refuse_wrapped(around)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import copy_to_region, gather_to_region, reduce_from_region
 from shardwise.errors import UnsupportedError
 from shardwise.plan.decision import NormFormula
-from shardwise.runtime.axis import Axis
+from shardwise.runtime.context import Axis
 
 Moments = Callable[..., tuple[Tensor | None, Tensor]]
 """Called as `moments_of`."""

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.collectives import gather_full
 from shardwise.errors import UnsupportedError
-from shardwise.runtime.axis import Axis
-from shardwise.runtime.context import SplitContext
+from shardwise.runtime.context import Axis, SplitContext
 from shardwise.runtime.sequence_edges import cut
 
 

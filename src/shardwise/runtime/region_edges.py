@@ -37,8 +37,7 @@ from shardwise.comm.collectives import (
 from shardwise.comm.operations import uses_functional
 from shardwise.errors import PlanError
 from shardwise.runtime.arguments import Arguments, edit_arguments, hidden_name, map_first
-from shardwise.runtime.axis import Axis
-from shardwise.runtime.context import SplitContext
+from shardwise.runtime.context import Axis, SplitContext
 from shardwise.runtime.forward_state import GradientFactor, Sum
 from shardwise.runtime.sequence_edges import cut, own_part, pad, sequence_dim
 

@@ -15,7 +15,7 @@ from shardwise.comm.operations import host_device
 from shardwise.errors import BatchError, RankError, UnsupportedError
 from shardwise.mesh import Mesh
 from shardwise.runtime.context import SplitContext
-from shardwise.topology.axes import DATA_AXES
+from shardwise.topology.shape import DATA_AXES
 
 _STEPS = "the optimizers' steps"
 _UNLIKE = "ranks do not train alike"

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.collectives import gather_full, split_full
 from shardwise.runtime.arguments import change_arguments, change_hidden, map_first
-from shardwise.runtime.axis import Axis
-from shardwise.runtime.context import SplitContext
+from shardwise.runtime.context import Axis, SplitContext
 from shardwise.runtime.forward_state import ends_missing
 
 

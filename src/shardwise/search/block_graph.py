@@ -9,8 +9,17 @@ from torch import Tensor, nn
 
 from shardwise.plan.structure import ModelFacts, is_within, outermost, parent_of, upwards
 from shardwise.runtime.arguments import hidden_name
-from shardwise.search.dependence import depends, features_of, gradients_of, is_nonzero, weighted_sum, weighted_sums
-from shardwise.search.influence import RequiredIndices, RowProduct, is_linear_weight
+from shardwise.search.influence import (
+    RequiredIndices,
+    RowProduct,
+    depends,
+    features_of,
+    gradients_of,
+    is_linear_weight,
+    is_nonzero,
+    weighted_sum,
+    weighted_sums,
+)
 from shardwise.search.trace import Layer, ModuleCall
 from shardwise.search.traced_sizes import Equation
 

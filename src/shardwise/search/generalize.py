@@ -12,7 +12,7 @@ from shardwise.plan.match import match, star_numbers
 from shardwise.plan.rule import SECTIONS, InputRule, ParameterRule, Rule
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts, Shape, nearest, outermost_layers
-from shardwise.probe.tried_model import ITEM, layer_kind, names_in
+from shardwise.probe.trial import ITEM, layer_kind, names_in
 
 _Suffixed = tuple[str, Rule]
 """A rule of a layer, and what follows the layer's name in its pattern."""

@@ -16,9 +16,8 @@ from shardwise.errors import PlanError, ShardwiseError
 from shardwise.parallel.declared_plans import declared_plan, read_request, vocabulary_plan
 from shardwise.parallel.facts import is_of_transformers, read_facts
 from shardwise.plan.families import PROVED
-from shardwise.plan.fit import match_rules, rules_without_names
 from shardwise.plan.options import ParallelSpec
-from shardwise.plan.resolve import resolve
+from shardwise.plan.resolve import match_rules, resolve, rules_without_names
 from shardwise.plan.rule import Rule
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts

@@ -15,15 +15,13 @@ from transformers import PreTrainedModel
 
 from shardwise.comm.simulated import LoneGroup
 from shardwise.errors import ShardwiseError
+from shardwise.parallel.activation_memory import FakeTensorCorrections, fake_tensors, materialize_fake
 from shardwise.parallel.apply import apply_plan
-from shardwise.parallel.decide import decide_split
-from shardwise.parallel.facts import read_facts
-from shardwise.parallel.fake import FakeTensorCorrections, fake_tensors, materialize_fake
+from shardwise.parallel.facts import decide_split, read_facts
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.spec import Plan
-from shardwise.probe.trial import SimulatedMesh, Verdict, verdict_of_exception
-from shardwise.probe.tried_model import smallest_with_all_layer_kinds
+from shardwise.probe.trial import SimulatedMesh, Verdict, smallest_with_all_layer_kinds, verdict_of_exception
 from shardwise.search.generalize import generalize
 from shardwise.sharding.placement import Split
 from shardwise.tiny.models import make_batch

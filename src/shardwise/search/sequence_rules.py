@@ -17,7 +17,7 @@ from shardwise.plan.sequence_plan import stacks_with_regions
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts, is_within, outermost, parent_of
 from shardwise.runtime.arguments import hidden_name
-from shardwise.search.dependence import gradients_of, is_nonzero
+from shardwise.search.influence import gradients_of, is_nonzero
 from shardwise.search.refusal import Candidate
 from shardwise.search.trace import Layer, ModuleCall
 

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.parallel.facts import counts_of
-from shardwise.parallel.heads import LocalConfig
+from shardwise.parallel.tensor_parallel import LocalConfig
 from shardwise.plan.structure import is_within
 
 _MAX_TRIED = 5_000

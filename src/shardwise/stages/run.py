@@ -7,11 +7,16 @@ run their own code without hooks. At that call, received tensors replace the abs
 the model computes, and its layers see plain tensors. At the call with which the next stage begins, the needed tensors
 are collected at their anchors. The forward ends by an exception, which the model's outermost forward converts to an
 ordinary return, so that hooks around the model see one.
+
+An anchor is a string. `input:PATH`: in the arguments of the layer call at which a stage begins.
+`output:FQN:NUMBER:PATH`: in the output of call NUMBER of the module FQN. `glue:CALLS:NUMBER:PATH`: in the output of
+operation NUMBER, counting those on values that depend on parameters outside of all watched modules, after CALLS calls
+of layers. A path joins the keys and indices that lead to a tensor by dots; it is empty for a tensor itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,11 +28,72 @@ from transformers.utils import ModelOutput
 
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.plan.pipeline_plan import CutTensor
-from shardwise.runtime.adapters import unwrapped
+from shardwise.runtime.adapter_facts import unwrapped
 from shardwise.runtime.arguments import argument_names, change_each, edited, hidden_name
 from shardwise.runtime.modes import leave_mode
-from shardwise.stages.absent import Absent, present
-from shardwise.stages.anchors import find_tensor, is_dropout, made_by, named_arguments, named_tensors, used_by
+from shardwise.stages.absent import FACTORIES, Absent, present
+
+_WRITING = frozenset(("__setitem__", "__iadd__", "__imul__", "__isub__", "__itruediv__"))
+_OF_FIRST = frozenset(("type_as", "expand_as", "view_as", "reshape_as"))
+_BY_SHAPE = frozenset((*FACTORIES, "new_tensor"))
+
+
+def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a call by the names of the module's forward; those of `*args` by their numbers."""
+    names = argument_names(module)
+    return {
+        **{str(at): value for at, value in enumerate(args[len(names) :])},
+        **dict(zip(names, args, strict=False)),
+        **kwargs,
+    }
+
+
+def used_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Tensors whose values an operation uses, not only their shapes or dtypes."""
+    name = getattr(func, "__name__", "")
+    if name in _BY_SHAPE:
+        return []
+    return [value for _, value in named_tensors(args[0] if name in _OF_FIRST else [args, kwargs])]
+
+
+def made_by(func: Any, args: Any, out: Any) -> list[tuple[str, Tensor]]:
+    """Tensors that an operation makes or changes, with their paths in its output."""
+    return [("", args[0])] if writes(func) and args else list(named_tensors(out))
+
+
+def is_dropout(func: Any) -> bool:
+    """Whether an operation randomly drops elements of its first argument."""
+    return "dropout" in getattr(func, "__name__", "")
+
+
+def writes(func: Any) -> bool:
+    """Whether an operation changes its first argument."""
+    name = getattr(func, "__name__", "")
+    return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
+
+
+def named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yields every tensor in tuples, lists and dicts, with its path."""
+    if isinstance(value, Tensor):
+        yield path, value
+    else:
+        for key, each in _items(value):
+            yield from named_tensors(each, f"{path}.{key}" if path else str(key))
+
+
+def find_tensor(value: Any, path: str) -> Tensor | None:
+    """The tensor at a path; None if there is none."""
+    for key in path.split(".") if path else ():
+        value = next((each for name, each in _items(value) if str(name) == key), None)
+    return value if isinstance(value, Tensor) else None
+
+
+def _items(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, list | tuple):
+        yield from enumerate(value)
+
 
 if TYPE_CHECKING:
     from shardwise.stages.model import Stages
@@ -47,7 +113,7 @@ class StageTensor:
         shape: shape of what this rank sends or receives; with sequence parallelism, of its part of the sequence.
         dtype: its dtype; with mixed precision, that of computation.
         needs_gradient: whether a gradient of the same shape and dtype is sent back.
-        anchor: where it is found; see `shardwise.stages.anchors`.
+        anchor: where it is found; see `shardwise.stages.run`.
     """
 
     shape: tuple[int, ...]

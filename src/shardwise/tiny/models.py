@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.errors import UnsupportedError
-from shardwise.tiny.fields import sub_configs
+from shardwise.tiny.families import sub_configs
 from shardwise.tiny.inputs import Padding, make_batch
 from shardwise.tiny.objective import clone_batch, loss_or_surrogate
 from shardwise.tiny.shrink import shrink_config

@@ -7,7 +7,44 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from shardwise.errors import MeshError, counted, did_you_mean
-from shardwise.topology.axes import AXES, DATA_AXES, SIZE_NAMES, check_axis
+
+AXES: tuple[str, ...] = ("pp", "ddp", "fsdp", "cp", "tp")
+"""Axis names, outermost first: ranks along the last axis are neighbours, where the links are fastest."""
+
+DATA_AXES: tuple[str, ...] = ("ddp", "fsdp")
+"""Axes along which ranks see different rows of a batch."""
+
+FSDP_AXES: tuple[str, ...] = ("ddp", "fsdp")
+"""Axes of FSDP2's mesh: weights are replicated over ddp and sharded over fsdp, gradients are summed over both."""
+
+SAME_ROWS_AXES: tuple[str, ...] = tuple(axis for axis in AXES if axis not in DATA_AXES)
+"""Axes along which ranks must be given the same rows."""
+
+UNSERVED_AXES: tuple[str, ...] = ("cp",)
+"""Axes that layouts can name and that nothing serves yet."""
+
+SIZE_NAMES: dict[str, str] = {
+    "pp": "pp_size",
+    "ddp": "dp_replicate_size",
+    "fsdp": "fsdp_size",
+    "cp": "cp_size",
+    "tp": "tp_size",
+}
+"""Axis name -> the name of its size, as transformers spells it."""
+
+
+def check_axis(axis: str) -> None:
+    """Checks that `axis` is an axis name.
+
+    Raises:
+        MeshError: there is no such axis.
+    """
+    if axis not in SIZE_NAMES:
+        raise MeshError(
+            f"unknown mesh axis {axis!r}{did_you_mean(axis, AXES)}",
+            fix=f"use one of {', '.join(AXES)}",
+        )
+
 
 _ENTRY = re.compile(r"([A-Za-z_]+)(-?[0-9]+)")
 _EXAMPLE = 'write axis names and sizes, outermost first, such as "pp2.fsdp2.tp4"'

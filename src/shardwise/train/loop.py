@@ -4,6 +4,7 @@ Its components are built elsewhere, so it does not know how a model was split or
 """
 
 import functools
+import inspect
 import logging
 import math
 import resource
@@ -11,16 +12,82 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
+from torch import Tensor, nn
 
-from shardwise.data.ahead import PrefetchLoader
+from shardwise.comm.operations import all_reduce_
+from shardwise.data.ahead import PrefetchLoader, send
+from shardwise.data.batch import IGNORED, count_targets
+from shardwise.data.rows import Rows
 from shardwise.errors import BatchError, GradientError
 from shardwise.estimate.flops import peak_flops
+from shardwise.mesh import Mesh
 from shardwise.optim.host_copy import HostCopy
+from shardwise.runtime.adapter_facts import find_model
+from shardwise.runtime.modes import in_eval_mode
+from shardwise.topology.shape import DATA_AXES
 from shardwise.train.run_config import OptimizerConfig, lr_factor
 from shardwise.train.step import StepResult
+
+
+def build_evaluation(
+    model: nn.Module, mesh: Mesh, batches: Callable[[], Iterator[dict[str, Tensor]]]
+) -> Callable[[], float]:
+    """Returns a function that computes the mean loss over all target tokens of `batches()`, the same on every rank.
+
+    The model runs in eval mode; afterwards every module is in its previous mode. The loss is NaN if there are no
+    targets.
+
+    Communicates: what the model's forwards do, and over the data ranks one all-reduce of two values.
+    """
+    # Beside a cache, transformers' models take rows for one document each (see [Note: packed rows]).
+    takes_cache = "use_cache" in inspect.signature(find_model(model).forward).parameters
+    without_cache: dict[str, Any] = {"use_cache": False} if takes_cache else {}
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+        with in_eval_mode(model):
+            for batch in batches():
+                count = count_targets(model, batch)
+                # Other ranks wait for this one, so it computes a loss even where nothing counts.
+                labels = batch["labels"] if count else torch.zeros_like(batch["labels"])
+                inputs = {**without_cache, **batch, "labels": labels}
+                loss = model(**{name: send(value, mesh.device) for name, value in inputs.items()}).loss
+                totals += torch.stack([loss.double() * count, torch.full_like(loss, count, dtype=torch.float64)])
+        group = mesh.group(*DATA_AXES)
+        if group is not None:
+            all_reduce_(totals, group)
+        return float(totals[0] / totals[1])
+
+    return evaluate
+
+
+def evaluation_batches(
+    rows: Rows,
+    *,
+    batch_size: int,
+    max_batches: int,
+    data_rank: int = 0,
+    data_size: int = 1,
+) -> Iterator[dict[str, Tensor]]:
+    """Yields this data rank's share of every global batch of rows, in order.
+
+    The last batch is filled up with rows whose labels are all ignored, so that every rank gets equally many batches of
+    equal shape.
+    """
+    num_rows = min(rows.num_rows, batch_size * max_batches)
+    share = batch_size // data_size
+    for first in range(0, num_rows, batch_size):
+        places = range(first, first + batch_size)
+        batch = [min(place, num_rows - 1) for place in places]
+        own = slice(data_rank * share, (data_rank + 1) * share)
+        found = rows.read(batch[own], batch=batch)
+        found["labels"][[place >= num_rows for place in places[own]]] = IGNORED
+        yield found
+
 
 logger = logging.getLogger("shardwise.train")
 
@@ -64,7 +131,7 @@ class StepRecord:
         tokens_per_second: over all ranks.
         memory_bytes: peak memory of this rank so far: allocated on its GPU, or of the process without a GPU.
         reserved_bytes: peak GPU memory reserved by torch, including fragmentation.
-        tflops: model FLOPs per second and device, in 10^12: see [Note: model FLOPs] in `plan/token_work.py`. None if a
+        tflops: model FLOPs per second and device, in 10^12: see [Note: model FLOPs] in `plan/decision.py`. None if a
             step does not count them.
         mfu: share of the device's peak bfloat16 rate (`estimate/flops.py`); None if that is unknown.
         eval_loss: mean over the held-out tokens, after this step's update; None if no evaluation was due.

@@ -15,8 +15,7 @@ from shardwise.data.config import DataConfig, EvaluationConfig, Place, Problem, 
 from shardwise.errors import ConfigError, MeshError, counted
 from shardwise.estimate.cuts import check_pipeline, schedule_for
 from shardwise.plan.options import FsdpPolicy, Pipeline, Recompute
-from shardwise.topology.axes import UNSERVED_AXES
-from shardwise.topology.shape import MeshShape
+from shardwise.topology.shape import UNSERVED_AXES, MeshShape
 
 __all__ = [
     "CheckpointConfig",

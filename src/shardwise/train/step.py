@@ -37,11 +37,11 @@ from shardwise.parameters.registry import registry_of
 from shardwise.pipeline.outputs import check_asked_outputs
 from shardwise.pipeline.runner import PipelineRunner, runner_of
 from shardwise.pipeline.stage import Microbatch
-from shardwise.runtime.adapters import find_model
+from shardwise.runtime.adapter_facts import find_model
 from shardwise.runtime.host_masks import host_mask_of, read_host_mask, take_host_masks
 from shardwise.runtime.same_batch import agree_over_data, call_fingerprint, check_same_batch, compared_already
 from shardwise.schedule.schedule import Schedule
-from shardwise.topology.axes import DATA_AXES
+from shardwise.topology.shape import DATA_AXES
 
 __all__ = ["Count", "StepResult", "TrainStep", "Weight"]
 
@@ -90,7 +90,7 @@ class StepResult:
         loss: float32 scalar on the mesh's device, detached: the mean over all target tokens of the full batch, the same
             on every rank. `float(result.loss)` waits for the device.
         num_tokens: target tokens of the full batch. With labels on a GPU, reading it waits for the start of this step.
-        flops: operations of forward and backward by the formula of [Note: model FLOPs] (`plan/token_work.py`), 6 N + 12
+        flops: operations of forward and backward by the formula of [Note: model FLOPs] (`plan/decision.py`), 6 N + 12
             L H Q T per token. Divided by seconds, devices and a device's peak rate it gives the MFU.
     """
 
@@ -143,7 +143,7 @@ class TrainStep:
         self._tries_masks = self._gives_masks and self._pipeline is None
         self._comparison: Agreement | None = None
         self._has_compared = False
-        # A step needs no cache of keys and values. Other forwards build none in training mode (`parallel/caches.py`).
+        # A step needs no cache of keys and values. Other forwards build none in training mode (`parallel/apply.py`).
         self._defaults = (
             {"use_cache": False} if "use_cache" in inspect.signature(find_model(model).forward).parameters else {}
         )

@@ -23,7 +23,7 @@ from torch import Tensor
 from shardwise.errors import LoadError, UnsupportedError
 from shardwise.sharding.boxes import Box, full_box, shape_of
 from shardwise.sharding.layout import Layout
-from shardwise.weights.chunks import Chunk, ChunkedIndex, ChunkedTensor
+from shardwise.weights.foreign import Chunk, ChunkedIndex, ChunkedTensor
 
 Layouts = Callable[[int], Mapping[str, Layout]]
 """The layout of each parameter, by name, over that many tp ranks."""

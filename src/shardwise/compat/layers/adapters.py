@@ -14,14 +14,13 @@ import torch.nn.functional as F
 from peft.tuners.lora.layer import Embedding, Linear
 from torch import Tensor, nn
 
-from shardwise.compat.layers.embedding import StandaloneEmbedding
 from shardwise.compat.layers.grouped import GroupedProjections
-from shardwise.compat.layers.linears import ColumnLinear, RowLinear
+from shardwise.compat.layers.linears import ColumnLinear, RowLinear, StandaloneEmbedding
 from shardwise.compat.layers.split_module import SplitModule
 from shardwise.errors import UnsupportedError
 from shardwise.runtime.context import SplitContext
+from shardwise.runtime.forward_state import device_rng
 from shardwise.runtime.modes import has_dropout
-from shardwise.runtime.rng import device_rng
 from shardwise.sharding.placement import split_sections
 
 

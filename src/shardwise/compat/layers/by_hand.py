@@ -26,9 +26,9 @@ from shardwise.estimate.cuts import cut
 from shardwise.lora.wrapper import guard_wrapper
 from shardwise.mesh import Mesh
 from shardwise.parallel.apply import EDITS, Job, apply_edits, check_unsplit
+from shardwise.parallel.construction import allocate_meta, initialize_meta
 from shardwise.parallel.facts import read_facts
 from shardwise.parallel.materialize import put_tensor
-from shardwise.parallel.starting_values import allocate_meta, initialize_meta
 from shardwise.parameters.canonical import local_tensor
 from shardwise.parameters.registry import Registry, is_split, registry_of
 from shardwise.parameters.replicas import find_unequal_replicas
@@ -39,9 +39,8 @@ from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.rule import ParameterRule
 from shardwise.plan.structure import fqn_of
 from shardwise.probe.layer_order import no_stages, no_stages_because, tried_order
-from shardwise.probe.trial import reraise_as
-from shardwise.probe.tried_model import on_cpu
-from shardwise.runtime.adapters import find_model
+from shardwise.probe.trial import on_cpu, reraise_as
+from shardwise.runtime.adapter_facts import find_model
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.modes import has_dropout
 from shardwise.tiny.inputs import guess_batches

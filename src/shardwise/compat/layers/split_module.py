@@ -35,11 +35,10 @@ from shardwise.parameters.registry import (
     mark,
 )
 from shardwise.plan.decision import SplitPlan
-from shardwise.runtime.axis import Axis
-from shardwise.runtime.context import SplitContext
+from shardwise.runtime.context import Axis, SplitContext
 from shardwise.sharding.layout import Layout, steps_along
 from shardwise.sharding.placement import Split, equal_sections
-from shardwise.topology.axes import FSDP_AXES
+from shardwise.topology.shape import FSDP_AXES
 
 Init = Callable[[Tensor], Any]
 

@@ -25,7 +25,7 @@ from shardwise.mesh import Mesh
 from shardwise.optim.optimizer import check_class, divided_groups
 from shardwise.optim.plain_step import inner_of
 from shardwise.plan.options import check_count
-from shardwise.topology.axes import DATA_AXES
+from shardwise.topology.shape import DATA_AXES
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # what torch says of its own package

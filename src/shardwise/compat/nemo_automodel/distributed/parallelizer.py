@@ -27,12 +27,11 @@ from shardwise.errors import ConfigError, MeshError, UnsupportedError, did_you_m
 from shardwise.job.groups import end_process_groups
 from shardwise.mesh import Mesh
 from shardwise.parallel.build import build_meta_model
-from shardwise.parallel.construction import Construction
+from shardwise.parallel.construction import Construction, initialize_meta
 from shardwise.parallel.materialize import draw_values, record_missing
-from shardwise.parallel.starting_values import initialize_meta
 from shardwise.parameters.canonical import full_value
 from shardwise.plan.options import FsdpPolicy, ParallelSpec, Precision, check_choice, check_kind
-from shardwise.runtime.adapters import find_model
+from shardwise.runtime.adapter_facts import find_model
 from shardwise.search.planning import plan_for
 
 __all__ = [

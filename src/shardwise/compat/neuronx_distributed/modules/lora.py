@@ -14,8 +14,7 @@ from torch import nn
 from shardwise.api.state import export_pretrained
 from shardwise.checkpoint.store import find_tag
 from shardwise.errors import ConfigError
-from shardwise.lora.inject import inject, named_targets, read_adapter_config
-from shardwise.lora.library import peft
+from shardwise.lora.inject import inject, named_targets, peft, read_adapter_config
 from shardwise.parallel.apply import check_unsplit
 from shardwise.plan.options import check_choice, check_kind
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from shardwise.compat.layers.embedding import StandaloneEmbedding
-from shardwise.compat.layers.linears import ColumnLinear, LayerNorm, RowLinear
+from shardwise.compat.layers.linears import ColumnLinear, LayerNorm, RowLinear, StandaloneEmbedding
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.compat.warned import warn_idle
 from shardwise.errors import UnsupportedError

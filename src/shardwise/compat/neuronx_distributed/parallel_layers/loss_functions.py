@@ -5,7 +5,7 @@ from torch import Tensor
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.errors import ConfigError
 from shardwise.loss.cross_entropy import LossOptions, cross_entropy_of_parts
-from shardwise.runtime.axis import Axis
+from shardwise.runtime.context import Axis
 
 __all__ = ["parallel_cross_entropy"]
 

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from shardwise.comm import collectives
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
-from shardwise.runtime.axis import Axis
+from shardwise.runtime.context import Axis
 
 __all__ = [
     "copy_to_tensor_model_parallel_region",

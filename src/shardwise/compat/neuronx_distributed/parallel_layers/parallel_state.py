@@ -10,8 +10,7 @@ from shardwise.errors import ConfigError, MeshError
 from shardwise.job.groups import new_group_of_one
 from shardwise.job.rendezvous import read_world_size
 from shardwise.mesh import Mesh
-from shardwise.topology.axes import DATA_AXES
-from shardwise.topology.shape import MeshShape
+from shardwise.topology.shape import DATA_AXES, MeshShape
 
 __all__ = [
     "current_mesh",

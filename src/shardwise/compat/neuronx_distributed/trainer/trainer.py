@@ -24,7 +24,7 @@ from shardwise.plan.options import FsdpPolicy, ParallelSpec, Pipeline, Recompute
 from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.structure import outermost
 from shardwise.probe.layer_order import find_layer_order
-from shardwise.runtime.adapters import find_model, has_adapters
+from shardwise.runtime.adapter_facts import find_model, has_adapters
 
 __all__ = ["initialize_parallel_model", "initialize_parallel_optimizer"]
 

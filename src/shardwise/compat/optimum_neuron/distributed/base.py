@@ -24,7 +24,7 @@ from shardwise.parallel.facts import read_facts
 from shardwise.parameters.registry import registry_of
 from shardwise.plan.options import FsdpPolicy, ParallelSpec, Recompute, check_count, check_kind
 from shardwise.plan.spec import Plan
-from shardwise.runtime.adapters import find_model
+from shardwise.runtime.adapter_facts import find_model
 
 __all__ = ["Parallelizer"]
 

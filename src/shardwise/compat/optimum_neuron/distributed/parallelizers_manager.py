@@ -14,7 +14,7 @@ from shardwise.errors import ShardwiseError, UnsupportedError, did_you_mean, one
 from shardwise.parallel.build import build_meta_model, named_class
 from shardwise.parameters.registry import is_split
 from shardwise.plan.options import ParallelSpec
-from shardwise.runtime.adapters import find_model
+from shardwise.runtime.adapter_facts import find_model
 from shardwise.topology.shape import MeshShape
 
 __all__ = ["ParallelizersManager", "Support"]
