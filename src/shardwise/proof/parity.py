@@ -278,13 +278,18 @@ def measure_narrow(
 
 
 def runs_in_float64(model: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Whether a model trains in float64. Grouped products of experts do not, and ProphetNet's masks overflow there."""
+    """Whether a model trains in float64. Grouped products of experts do not, ProphetNet's masks overflow there, and
+    Switch Transformers' routers turn their own weights into float32.
+    """
+    wide = copy.deepcopy(model).double()
     try:
-        loss = loss_or_surrogate(copy.deepcopy(model).double()(**in_dtype(batch, torch.float64)))
+        loss = loss_or_surrogate(wide(**in_dtype(batch, torch.float64)))
         loss.backward()
     except Exception:  # noqa: BLE001 - the model's own code fails in any way
         return False
-    return bool(loss.isfinite())
+    return bool(loss.isfinite()) and all(
+        x.dtype == torch.float64 or not x.is_floating_point() for x in wide.parameters()
+    )
 
 
 def in_dtype(batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
