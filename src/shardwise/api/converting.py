@@ -38,11 +38,7 @@ _SHARD_BYTES = 5 * 10**9
 
 
 def open_anywhere(path: str | os.PathLike[str], tag: str | None = None) -> StoredParts:
-    """Opens a checkpoint by the directory of checkpoints and a tag (default: the newest), or by its own directory.
-
-    Raises:
-        LoadError: there is none, or it is damaged.
-    """
+    """Opens a checkpoint by the directory of checkpoints and a tag (default: the newest), or by its own directory."""
     directory = Path(path).absolute()
     if tag is None and (directory / MANIFEST).is_file():
         return open_checkpoint(directory)
@@ -63,10 +59,6 @@ def convert_to_hf(
     Args:
         directory: the target; it appears complete or not at all.
         dtype: dtype of floating-point tensors. Default: as saved.
-
-    Raises:
-        LoadError: the checkpoint is damaged or incomplete, or the directory cannot be written.
-        UnsupportedError: the checkpoint holds only the trained parameters of a frozen model, or no transformers model.
     """
     if stored.manifest.content != "all" or ADAPTER_CONFIG in stored.manifest.files:
         raise UnsupportedError(
@@ -109,10 +101,6 @@ def convert_weights_to_hf(
 
     Args:
         config: a directory or file with the model's config. Default: `path`.
-
-    Raises:
-        LoadError: the checkpoint is damaged, does not cover the model, or there is no config.
-        UnsupportedError: the files do not contain the facts needed to join the parts.
     """
     found, _ = read_config(config if config is not None else config_place(path), {})
     named = [getattr(transformers, name, None) for name in found.architectures or ()]
@@ -192,13 +180,7 @@ def _meta(shape: Sequence[int], stored: torch.dtype, dtype: torch.dtype | None) 
 
 
 def convert_adapter(stored: StoredParts, directory: str | os.PathLike[str]) -> None:
-    """Writes the adapter of a checkpoint in PEFT's format, without reading its base.
-
-    Raises:
-        LoadError: the checkpoint is damaged, or the directory cannot be written.
-        UnsupportedError: the checkpoint holds no adapter, or PEFT's file would also hold weights of the base, as for an
-            adapter around an embedding.
-    """
+    """Writes the adapter of a checkpoint in PEFT's format, without reading its base."""
     _check_adapter(stored)
     model = inject(meta_model(stored), read_adapter_config(stored.directory))
     keys = {key: model_key(stored.index.tied.get(name, name)) for key, name in stored_names(model).items()}
@@ -230,10 +212,6 @@ def merge_adapter(
         adapter: a directory that PEFT or Shardwise wrote, a hub id, or a checkpoint that holds the adapter and whose
             fingerprint of the base matches.
         tag: name of the checkpoint. Default: the newest.
-
-    Raises:
-        LoadError: a file is damaged, or base and adapter do not belong together.
-        UnsupportedError: the checkpoint holds no adapter, or also holds weights of the base.
     """
     with Mesh.open("tp1") as mesh:
         if not _is_checkpoint(adapter):

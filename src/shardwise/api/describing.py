@@ -47,12 +47,6 @@ def describe(
         num_microbatches: of a step; of a pipeline by default the fewest that its schedule takes.
         adapter: as in `load`.
         options: every option of `load`.
-
-    Raises:
-        ConfigError: the batch has longer rows than the model has positions, or more tokens than can be rehearsed, or a
-            pipeline cannot be cut or run so.
-        PlanError: the plan cannot be applied; every problem is listed.
-        UnsupportedError: the layout has an axis that is not supported yet.
     """
     spec, options = ParallelSpec.take(options)
     shape = layout if isinstance(layout, MeshShape) else MeshShape.parse(layout)

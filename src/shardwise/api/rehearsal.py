@@ -96,9 +96,6 @@ class Rehearsal:
     def run_step(self, *, num_rows: int, seq_length: int) -> RehearsedStep:
         """Runs one microbatch eagerly on rank 0; returns memory and communication of forward, backward and gradient
         phase.
-
-        Raises:
-            UnsupportedError: the result depends on values, such as the expert that a token is routed to.
         """
         with self._eager().open() as model:
             batch = _full_rows(model, num_rows, seq_length)
@@ -108,9 +105,6 @@ class Rehearsal:
     def run_stages(self, *, num_rows: int, seq_length: int) -> dict[int, RehearsedStage]:
         """Runs one microbatch through each pipeline stage, on the first rank of the stage: forward, and over tp
         backward.
-
-        Raises:
-            UnsupportedError: the memory of a stage depends on values.
         """
         found: dict[int, RehearsedStage] = {}
         for coord in range(self.shape.pp_size):

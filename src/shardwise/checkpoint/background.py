@@ -50,11 +50,7 @@ class PendingSave:
             self._written.set_exception(error)
 
     def wait(self) -> str:
-        """Waits until the checkpoint is complete; returns its tag.
-
-        Raises:
-            LoadError: it could not be written; the same on every rank.
-        """
+        """Waits until the checkpoint is complete; returns its tag."""
         if (error := self._written.exception()) is not None:
             self._is_raised = True
             raise error
@@ -79,9 +75,6 @@ class Writer:
 
     def join(self) -> None:
         """Waits for a running save.
-
-        Raises:
-            LoadError: the save failed, and its error has not been raised yet on some rank; the same on every rank.
 
         Communicates: after a background save, one gather of a small object over all ranks.
         """
@@ -129,11 +122,7 @@ def join_saves(mesh: Mesh) -> None:
 
 
 def finish_all_saves() -> None:
-    """Waits for all running saves of this process.
-
-    Raises:
-        LoadError: one failed, and its error has not been raised yet.
-    """
+    """Waits for all running saves of this process."""
     while _UNFINISHED:
         _UNFINISHED[-1].finish()
 

@@ -56,9 +56,6 @@ def local_shards(model: nn.Module, registry: Registry) -> dict[str, LocalShard]:
     """Every parameter and persistent buffer that this rank holds, by canonical name, tied ones once.
 
     Other split models inside of `model` are left out and must be frozen.
-
-    Raises:
-        UnsupportedError: they are not frozen, or two tensors have one name.
     """
     root = registry.model() or model
     outside = _named_outside(model, root)
@@ -137,9 +134,6 @@ def named_groups(
 ) -> Iterator[tuple[dict[str, Any], list[LocalShard]]]:
     """Yields every parameter group of an optimizer with the model's parameters in it. Other frozen parameters are left
     out.
-
-    Raises:
-        ConfigError: the optimizer trains a parameter of another model.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"the optimizer is a {type(optimizer).__name__}", fix="pass a torch.optim.Optimizer")
@@ -264,10 +258,6 @@ def collect_inputs(
 
     Args:
         companions: returns further files besides the model's configuration, on rank 0.
-
-    Raises:
-        ConfigError: something cannot be saved, or adapters are merged into the weights.
-        UnsupportedError: an optimizer's state cannot be stored; see also `local_shards`.
     """
     for name, module in model.named_modules():
         if is_adapter(module) and getattr(module, "merged_adapters", None):

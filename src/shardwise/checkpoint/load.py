@@ -69,9 +69,6 @@ def open_on_all_ranks(path: Any, tag: str | None, mesh: Mesh | None, *, verifies
     Args:
         mesh: mesh of the ranks that open it; None: only this process.
 
-    Raises:
-        LoadError: there is no such checkpoint, it is damaged, or ranks see different ones; the same on every rank.
-
     Communicates: one gather of a small object over all ranks, and what `agree` does.
     """
     group = mesh.group() if mesh is not None else None
@@ -104,9 +101,6 @@ def load_into(stored: StoredParts, target: LoadTarget, *, put: Put) -> Any:
 
     Args:
         put: sets the model's parameter or buffer of that name, if it is still on the meta device.
-
-    Raises:
-        ConfigError, LoadError: something does not fit, or is damaged; the same on every rank, and nothing is changed.
 
     Communicates: three gathers of small objects over all ranks.
     """
@@ -141,10 +135,6 @@ class LoadPlan:
 
     Attributes:
         extra: the saved value.
-
-    Raises:
-        ConfigError: the optimizer holds parameters of another model.
-        LoadError: a tensor is damaged or incomplete, or optimizer or scheduler do not fit.
     """
 
     def __init__(
@@ -312,13 +302,7 @@ class _State:
 
 
 class OptimizerLoad:
-    """Changes of a load to an optimizer. The constructor checks them; `apply` makes them.
-
-    Raises:
-        ConfigError: the optimizer holds parameters of another model.
-        LoadError: the checkpoint has no state of this class, or not of these parameters; a group holds parameters that
-            had different options; or a state can only be loaded with the layout it was saved with.
-    """
+    """Changes of a load to an optimizer. The constructor checks them; `apply` makes them."""
 
     def __init__(
         self,
@@ -418,11 +402,7 @@ class OptimizerLoad:
 
 
 def saved_options(stored: StoredParts, shards: Iterable[LocalShard]) -> Mapping[str, Any]:
-    """Saved options of the parameters of one group; empty if none of them was saved.
-
-    Raises:
-        LoadError: they were saved with different options.
-    """
+    """Saved options of the parameters of one group; empty if none of them was saved."""
     saved = stored.index.optimizer or {"parameters": {}}
     parameters = saved["parameters"]
     numbers = {parameters[each.name]["group"]: each.name for each in shards if each.name in parameters}

@@ -143,11 +143,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Reads and checks `manifest.json`.
-
-    Raises:
-        LoadError: it is missing, damaged, of another format, or written by a newer Shardwise.
-    """
+    """Reads and checks `manifest.json`."""
     path = directory / MANIFEST
     content = read_file(path)
     try:
@@ -208,11 +204,7 @@ def _compact(data: Any) -> str:
 
 
 def read_index(directory: Path, manifest: Manifest) -> Index:
-    """Reads `tensors.json`.
-
-    Raises:
-        LoadError: it is damaged.
-    """
+    """Reads `tensors.json`."""
     content = read_file(directory / INDEX, manifest.files[INDEX])
     head, separator, body = content.partition(_TENSORS)
     facts: dict[str, Any] = {}
@@ -236,11 +228,7 @@ def read_index(directory: Path, manifest: Manifest) -> Index:
 
 
 def read_file(path: Path, facts: FileFacts | None = None) -> bytes:
-    """Content of a file, checked against the size and checksum in `facts`.
-
-    Raises:
-        LoadError: it cannot be read, or is damaged.
-    """
+    """Content of a file, checked against the size and checksum in `facts`."""
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -20,11 +20,7 @@ from shardwise.weights.tensor_file import crc_of
 
 
 def open_checkpoint(directory: Path, *, verifies: bool = True) -> StoredParts:
-    """Opens the checkpoint in `directory`: reads and checks its manifest and index.
-
-    Raises:
-        LoadError: it is damaged or incomplete.
-    """
+    """Opens the checkpoint in `directory`: reads and checks its manifest and index."""
     manifest = read_manifest(directory)
     return StoredParts(directory, manifest, read_index(directory, manifest), verifies)
 
@@ -48,22 +44,14 @@ class StoredParts:
     _parts: dict[tuple[int, str], Tensor] = field(default_factory=dict)
 
     def plan(self, key: str, wanted: Sequence[Piece]) -> tuple[Copy, ...]:
-        """The copies that fill `wanted` with elements of `key`. Verifies the parts they read.
-
-        Raises:
-            LoadError: the checkpoint has no such tensor, or a part is damaged; names file and tensor.
-        """
+        """The copies that fill `wanted` with elements of `key`. Verifies the parts they read."""
         found = self.find_copies(key, wanted)
         for part in dict.fromkeys(each.source.key for each in found):
             self._map(key, part)  # type: ignore[arg-type]
         return found
 
     def find_copies(self, key: str, wanted: Sequence[Piece]) -> tuple[Copy, ...]:
-        """The copies that fill `wanted` with elements of `key`. Reads no file.
-
-        Raises:
-            LoadError: the checkpoint has no such tensor, or not all of its elements.
-        """
+        """The copies that fill `wanted` with elements of `key`. Reads no file."""
         stored = self.index.tensors.get(key)
         if stored is None:
             raise LoadError(f"the checkpoint has no {key}", at=str(self.directory))
@@ -92,11 +80,7 @@ class StoredParts:
         return {key: self.read(key) for key in self.index.tensors if key.startswith(prefix)}
 
     def check_file(self, name: str) -> None:
-        """Checks existence and size of a file; if it holds no tensors, also its checksum.
-
-        Raises:
-            LoadError: the check fails.
-        """
+        """Checks existence and size of a file; if it holds no tensors, also its checksum."""
         path, facts = self.directory / name, self.manifest.files[name]
         if name not in self.index.files:
             read_file(path, facts)

@@ -41,9 +41,6 @@ def state_for_groups(state: Any, groups: Sequence[Mapping[str, Any]], *, is_inne
 
     Args:
         is_inner: whether another scheduler drives this one: its lists may be of an earlier step.
-
-    Raises:
-        LoadError: a list has different entries for groups that have changed.
     """
     if not isinstance(state, Mapping):
         return state

@@ -26,22 +26,14 @@ _LOCKS: dict[Path, int] = {}
 
 
 def root_of(path: Any) -> Path:
-    """`path` as the absolute path of a directory of checkpoints.
-
-    Raises:
-        ConfigError: it is no path, or a URL.
-    """
+    """`path` as the absolute path of a directory of checkpoints."""
     if not isinstance(path, str | os.PathLike) or is_url(path):
         raise ConfigError(f"{path!r:.100} cannot be the path of checkpoints", fix="pass a directory as str or Path")
     return Path(path).expanduser().absolute()
 
 
 def check_tag(tag: str) -> str:
-    """Returns `tag` if it is valid.
-
-    Raises:
-        ConfigError: it would lead out of the directory, or conflict with other names there.
-    """
+    """Returns `tag` if it is valid."""
     if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag in _NO_TAGS:
         raise ConfigError(
             f"{tag!r:.102} cannot be the tag of a checkpoint",
@@ -78,12 +70,7 @@ def list_checkpoints(root: Path) -> list[tuple[str, Path, Manifest | LoadError]]
 
 
 def find_tag(root: Path, tag: str | None) -> Path:
-    """Directory of `tag`; default: the newest checkpoint.
-
-    Raises:
-        ConfigError: the tag is invalid.
-        LoadError: there is none, or no manifest can be read.
-    """
+    """Directory of `tag`; default: the newest checkpoint."""
     if tag is not None:
         tags = find_tags(root)
         if check_tag(tag) not in tags:
@@ -105,12 +92,7 @@ def find_tag(root: Path, tag: str | None) -> Path:
 
 
 def lock(root: Path) -> None:
-    """Locks `root` for this job until this process ends. Called on one rank of the job.
-
-    Raises:
-        LoadError: another process saves there.
-        OSError: `root` cannot be made or written to.
-    """
+    """Locks `root` for this job until this process ends. Called on one rank of the job."""
     root.mkdir(parents=True, exist_ok=True)
     place = root.resolve() / _LOCK
     if place in _LOCKS and place.exists():
@@ -147,11 +129,7 @@ def clean(root: Path) -> None:
 
 
 def check_place(target: Path) -> None:
-    """Raises if a checkpoint would replace a directory that is none, or what a link leads to.
-
-    Raises:
-        LoadError: `target` is a non-empty directory without a manifest, or a link.
-    """
+    """Raises if a checkpoint would replace a directory that is none, or what a link leads to."""
     if target.is_symlink():
         raise LoadError(
             f"{target.name} is a link to {target.readlink()}",

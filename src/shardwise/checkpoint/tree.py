@@ -22,9 +22,6 @@ def encode_tree(value: Any, at: str, tensors: dict[str, Tensor]) -> Any:
             numbers.
         at: path of `value`, for keys and messages, such as `extra`.
         tensors: receives the tensors.
-
-    Raises:
-        ConfigError: `value` contains something else.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -66,11 +63,7 @@ def encode_tree(value: Any, at: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode_tree(data: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Converts the result of `encode_tree` back.
-
-    Raises:
-        LoadError: a later version wrote a kind of value that this one does not know.
-    """
+    """Converts the result of `encode_tree` back."""
     if isinstance(data, list):
         return [decode_tree(each, tensors) for each in data]
     if not isinstance(data, dict):

@@ -96,10 +96,6 @@ def prepare_save(
         make_request: returns the destination; its error is raised on every rank.
         companions: returns further files besides the model's configuration, on rank 0.
 
-    Raises:
-        ConfigError: something cannot be saved, or ranks request different checkpoints. The same on every rank.
-        LayoutError: ranks hold different copies of a parameter, or of its optimizer state.
-
     Communicates: over all ranks, what `agree` does, one all-reduce of a number, and with adapters one gather of names.
     """
     registry = registry_of(model)
@@ -277,9 +273,6 @@ class SaveJob:
 
     def run(self, group: Group | None) -> str:
         """Writes the checkpoint; returns its tag. All ranks of `group` call it.
-
-        Raises:
-            LoadError: it cannot be written; the same on every rank. Existing checkpoints are unchanged.
 
         Communicates: over `group`, three gathers of small objects, one broadcast of a path, and one gather of reports
         to rank 0.

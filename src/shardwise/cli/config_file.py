@@ -44,12 +44,7 @@ class Problems(list[Problem]):
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The configuration in `path`, changed by `overrides`.
-
-    Raises:
-        LoadError: there is no such file, or it is not YAML.
-        ConfigError: keys or values are wrong; names every one of them.
-    """
+    """The configuration in `path`, changed by `overrides`."""
     config, problems = parse_config(path, overrides)
     if problems:
         raise config_error(str(path), problems)

@@ -56,11 +56,6 @@ def prepare_rows(
         apart: how documents of packed or padded rows are separated.
         dtype: dtype of the model's computation.
 
-    Raises:
-        LoadError: a file, a line or a record is invalid; the same on every rank.
-        BatchError: there is not one row.
-        RankError: machines see different text.
-
     Communicates: like `run_on_local_rank_0` and `agree_on`.
     """
     directory = Path(config.data.cache_dir or Path(config.log.dir) / "tokens")
@@ -159,12 +154,7 @@ def _open_documents(data: DataConfig, tokenizer: Any, *, limit: int | None = Non
 
 
 def open_source(config: DataConfig) -> DataSource[str | None]:
-    """The documents that `config` names.
-
-    Raises:
-        LoadError: there is nothing there, or it cannot be read.
-        ConfigError: `datasets` is not installed.
-    """
+    """The documents that `config` names."""
     if config.path is not None:
         return file_source(find_files(Path(config.path), patterns_of(config)), text_key=config.text_key)
     return dataset_source(_open_dataset(config), text_key=config.text_key)

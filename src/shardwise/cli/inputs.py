@@ -103,11 +103,7 @@ def compilation_of(chosen: CompilationConfig, device: torch.device) -> Compile |
 
 
 def read_data_state(place: str) -> dict[str, int]:
-    """Reads the data_state.json of an earlier run.
-
-    Raises:
-        LoadError: there is no such file, or it is not a data state.
-    """
+    """Reads the data_state.json of an earlier run."""
     try:
         state = json.loads(Path(place).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -148,11 +144,7 @@ def _check_model_config(settings: dict[str, Any]) -> list[Problem]:
 
 
 def adapter_of(config: TrainConfig) -> Any:
-    """The `adapter` argument of `load`: a PEFT config, or the path of an adapter; None without an adapter.
-
-    Raises:
-        ConfigError: PEFT is not installed, or refuses the keys.
-    """
+    """The `adapter` argument of `load`: a PEFT config, or the path of an adapter; None without an adapter."""
     settings = config.adapter
     if settings is None:
         return None

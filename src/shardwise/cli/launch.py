@@ -60,9 +60,6 @@ def launch(
 
     Returns:
         The exit code: 0, 1 after a failure, 128 + the number of the signal that ended the run.
-
-    Raises:
-        KeyboardInterrupt: after Ctrl-C.
     """
     for attempt in range(max(0, max_restarts) + 1):
         if attempt:

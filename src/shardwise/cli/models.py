@@ -45,10 +45,6 @@ def build_model(
     Args:
         num_tokens: vocabulary size of the tokenizer.
         checkpoint: of the run that resumes; its values replace those of `model.path`.
-
-    Raises:
-        ConfigError: the tokenizer has more tokens than the model, or rows are longer than its context.
-        ShardwiseError: the model cannot be loaded or split.
     """
     source = config.model
     if problems := _check_fit(model_config, config, num_tokens):
@@ -171,11 +167,7 @@ def _rehearse(config: TrainConfig, model_config: Any) -> list[Problem]:
 
 
 def make_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of a run, over the parameters of the split `model`.
-
-    Raises:
-        ConfigError: there is no such class, or it does not take the options.
-    """
+    """The optimizer of a run, over the parameters of the split `model`."""
     optimizer_class = find_optimizer(config.name)
     accepted = inspect.signature(optimizer_class).parameters
     arguments = {"lr": config.lr, "weight_decay": config.weight_decay, **config.options}

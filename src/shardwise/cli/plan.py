@@ -107,11 +107,6 @@ def _draw_step(file: Path, shape: MeshShape, spec: ParallelSpec, num_microbatche
 def find_target(arguments: argparse.Namespace) -> tuple[Any, MeshShape, ParallelSpec, TrainConfig | None]:
     """The target of `plan` and `verify`: the model (a directory, a hub id or a transformers config), the layout, the
     other options, and the run if its file was named. Options of the command line override the file's.
-
-    Raises:
-        ConfigError: there is no layout, or the run's file has problems.
-        LoadError: the file cannot be read.
-        MeshError: the layout cannot be parsed.
     """
     from shardwise.cli.data import load_tokenizer
     from shardwise.cli.models import read_model_config, spec_of  # torch and transformers are slow to import

@@ -155,12 +155,7 @@ class SavedRun:
     extra: Mapping[str, Any]
 
     def resume(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: PackedBatches) -> int:
-        """Restores optimizer, batches and random states; returns the number of steps done.
-
-        Raises:
-            ConfigError: the batches are others.
-            LoadError: the checkpoint does not fit.
-        """
+        """Restores optimizer, batches and random states; returns the number of steps done."""
         with raise_on_all_ranks(registry_of(model).mesh.group(), "restoring the data state"):
             batches.load_state_dict(self.extra["batches"])
         restore(self.stored, LoadTarget(model=model, optimizer=optimizer, fills_model=False))
@@ -168,12 +163,7 @@ class SavedRun:
 
 
 def find_saved_run(config: CheckpointConfig, mesh: Mesh, run: Mapping[str, Any], console: Console) -> SavedRun | None:
-    """The run that resumes, None where a new one begins. Locks the directory: no other run may save there.
-
-    Raises:
-        ConfigError: the checkpoint's run has other settings than `run`.
-        LoadError: its checkpoint cannot be read, or another run saves here.
-    """
+    """The run that resumes, None where a new one begins. Locks the directory: no other run may save there."""
     if config.dir is None:
         return None
     directory = Path(config.dir)
@@ -203,22 +193,13 @@ def find_saved_run(config: CheckpointConfig, mesh: Mesh, run: Mapping[str, Any],
 
 
 def check_saved(config: CheckpointConfig) -> None:
-    """Checks the checkpoint from which a run would resume. Reads no parameters.
-
-    Raises:
-        ConfigError: the run never resumes, and there are checkpoints of another one.
-        LoadError: the newest checkpoint is damaged.
-    """
+    """Checks the checkpoint from which a run would resume. Reads no parameters."""
     if config.dir is not None and _has_checkpoints(config):
         load_checkpoint(config.dir)
 
 
 def _has_checkpoints(config: CheckpointConfig) -> bool:
-    """Whether there is a checkpoint to resume from.
-
-    Raises:
-        ConfigError: the run never resumes, and would replace another run's checkpoints, or delete them by `keep_last`.
-    """
+    """Whether there is a checkpoint to resume from."""
     assert config.dir is not None
     directory = Path(config.dir)
     tags = find_tags(directory) if directory.is_dir() else {}

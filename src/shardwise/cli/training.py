@@ -182,12 +182,7 @@ def _describe_memory(record: StepRecord) -> str:
 
 
 def train(config: TrainConfig) -> StepRecord | None:
-    """Trains by `config` on this rank; returns the last step's record.
-
-    Raises:
-        ShardwiseError: something does not fit or fails; the same on every rank if ranks can agree.
-        SystemExit: a signal has ended a run with checkpoints, after it was saved.
-    """
+    """Trains by `config` on this rank; returns the last step's record."""
     opened = Mesh.open(config.layout, device=config.device, timeout_seconds=config.timeout_seconds)
     with opened as mesh, ExitStack() as open_logs:
         run = _read(config, mesh)

@@ -183,11 +183,7 @@ class _Turns:
         return found
 
     def wait(self, thread: int, is_over: Callable[[], bool]) -> None:
-        """Lets other threads run until `is_over` returns true.
-
-        Raises:
-            RankError: another rank failed, or all ranks that have not ended wait.
-        """
+        """Lets other threads run until `is_over` returns true."""
         self._pass_on(thread, is_over)
         self._take_turn(thread)
 
@@ -226,9 +222,6 @@ def run_ranks(fn: Callable[[SimulatedGroup], Result], size: int) -> list[Result]
     """Runs `fn` once per simulated rank, each in its own thread, and returns the results in rank order.
 
     All ranks start from the caller's random states, which are restored.
-
-    Raises:
-        Exception: the error of the first rank to fail.
     """
     groups, states = SimulatedGroup.build(size), _random_states()
     results: list[Any] = [None] * size

@@ -25,9 +25,6 @@ class PackedBatches:
     Args:
         batch_size: rows in a global batch.
         data_rank: index of this rank's share (`mesh.data_rank`).
-
-    Raises:
-        ConfigError: `batch_size` is not divisible by `data_size`, or `data_rank` is out of range.
     """
 
     def __init__(self, rows: Rows, *, batch_size: int, data_rank: int = 0, data_size: int = 1, seed: int = 0) -> None:
@@ -61,11 +58,7 @@ class PackedBatches:
         return {"num_batches_read": self.num_batches_read, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continues where `state` was taken; `data_size` may differ.
-
-        Raises:
-            ConfigError: the state belongs to other rows or another seed.
-        """
+        """Continues where `state` was taken; `data_size` may differ."""
         here = self._identity()
         changed = [
             f"{key} was {state.get(key)}, is {value}" for key, value in sorted(here.items()) if state.get(key) != value

@@ -201,9 +201,6 @@ def check_divides(model: nn.Module, batch: Mapping[str, Any], parts: Sequence[Ma
         batch: batch of this data rank.
         parts: its microbatches.
         size: number of parts over all data ranks.
-
-    Raises:
-        UnsupportedError: the same on every rank with such a batch.
     """
     if size == 1:
         return

@@ -49,11 +49,7 @@ class Encoder:
 
 
 def find_files(path: Path, include: Sequence[str]) -> tuple[Path, ...]:
-    """Files at `path`: the file itself, or matching files below the directory, sorted, without hidden ones.
-
-    Raises:
-        LoadError: there is no such path, or no file matches.
-    """
+    """Files at `path`: the file itself, or matching files below the directory, sorted, without hidden ones."""
     with disk_errors(f"cannot read {path}"):  # a name too long, a directory that one may not look into
         if path.is_file():
             return (path,)
@@ -81,9 +77,6 @@ def file_source(files: Sequence[Path], *, text_key: str = "text") -> DataSource[
 
     The fingerprint is made of names, sizes and times, because reading every byte would take minutes for large text. A
     file's ctime changes even if its modification time is set back.
-
-    Raises:
-        LoadError: while reading: a file cannot be read or is not UTF-8, or a line of a .jsonl file holds no text.
     """
 
     def documents(file: Path) -> Iterator[str | None]:
@@ -139,11 +132,7 @@ def _lines(file: Path, text_key: str) -> Iterator[str | None]:
 
 
 def json_lines(file: Path) -> Iterator[tuple[int, Any]]:
-    """Yields line number (from 1) and value of every non-empty line of a .jsonl file. Ignores a byte order mark.
-
-    Raises:
-        LoadError: a line is not JSON; names the line.
-    """
+    """Yields line number (from 1) and value of every non-empty line of a .jsonl file. Ignores a byte order mark."""
     with file.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -156,11 +145,7 @@ def json_lines(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def dataset_source(rows: Any, *, text_key: str) -> DataSource[str | None]:
-    """The rows of one split of a `datasets` data set, one document each.
-
-    Raises:
-        LoadError: while reading: a row holds no text.
-    """
+    """The rows of one split of a `datasets` data set, one document each."""
 
     def read(on_progress: Callable[[int], None]) -> Iterator[str | None]:
         for number, row in enumerate(rows):

@@ -92,11 +92,7 @@ def text_documents(
 
 
 def write_documents(path: Path, documents: Iterable[Document]) -> None:
-    """Writes `documents` to `path` atomically. A document without a target is an error.
-
-    Raises:
-        LoadError: there are no documents, or `path` cannot be written. Errors of reading `documents` propagate.
-    """
+    """Writes `documents` to `path` atomically. A document without a target is an error."""
     start = num_tokens = checksum = 0
     first_target: int | None = None
     ends, first_targets = array("Q"), array("I")
@@ -131,9 +127,6 @@ def read_documents(path: Path, *, verify: bool = False) -> Documents:
 
     Args:
         verify: also read the whole file and compare the checksum.
-
-    Raises:
-        LoadError: the file holds no documents, has another version, or was truncated or changed.
     """
     fix = "remove it: it is made again"
     with disk_errors(f"cannot read the tokens in {path}"), path.open("rb") as file:
@@ -167,12 +160,7 @@ class Record:
 
 
 def file_records(files: Sequence[Path]) -> DataSource[Record]:
-    """The lines of .jsonl files, one object each. Ignores empty lines and a byte order mark.
-
-    Raises:
-        LoadError: there are no .jsonl files; while reading: a file cannot be read or is not UTF-8, or a line holds no
-            object.
-    """
+    """The lines of .jsonl files, one object each. Ignores empty lines and a byte order mark."""
     for file in files:
         if file.suffix != ".jsonl":
             raise LoadError(

@@ -45,9 +45,6 @@ def build_example_encoder(
         tokenizer: a transformers tokenizer with an end token.
         keys: names of "prompt" and "response", or "messages" and "tools", in a record.
         as_chat: whether a prompt and its response are messages, written by the chat template.
-
-    Raises:
-        ConfigError: a template is needed and the tokenizer has none, or the tokenizer is not a fast one.
     """
     uses_template = kind == "chat" or as_chat
     if not uses_template:

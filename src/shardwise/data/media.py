@@ -34,9 +34,6 @@ def divide_media(model: nn.Module, batch: Mapping[str, Any], num_rows: int, num_
 
     Returns:
         The runs of these tensors. Tensors without placeholders and with one item per row are not included.
-
-    Raises:
-        BatchError: it cannot be determined which image belongs to which row.
     """
     if num_parts == 1:
         return {}

@@ -65,9 +65,6 @@ class _Rows:
 class StreamRows(_Rows):
     """Concatenated documents cut into rows of `seq_length`. Tokens after the last full row are dropped. Every token is
     a target.
-
-    Raises:
-        BatchError: there are fewer tokens than one row.
     """
 
     def __init__(self, documents: Documents, *, seq_length: int) -> None:
@@ -95,9 +92,6 @@ class DocumentRows(_Rows):
             targets left is removed.
         padding: id of the padding token.
         dtype: dtype of a four-dimensional mask: the model's dtype of computation.
-
-    Raises:
-        BatchError: no document is left.
     """
 
     def __init__(

@@ -46,11 +46,7 @@ def check_pipeline(pipeline: Pipeline, shape: MeshShape, recompute: Recompute) -
 
 
 def smallest_schedule(pipeline: Pipeline, pp_size: int) -> Schedule:
-    """The schedule with its minimum number of microbatches. The assignment of stages to ranks does not depend on it.
-
-    Raises:
-        ConfigError: there is no such schedule, or it does not support the number of stages in `layers`.
-    """
+    """The schedule with its minimum number of microbatches. The assignment of stages to ranks does not depend on it."""
     number = pipeline.num_stages_per_rank
     if pipeline.layers is not None:
         wanted, num_stages = number, len(pipeline.layers)
@@ -82,11 +78,7 @@ def fewest_microbatches(pipeline: Pipeline, shape: MeshShape) -> int:
 
 
 def schedule_for(pipeline: Pipeline, shape: MeshShape, num_microbatches: int | None = None) -> Schedule:
-    """The schedule for this number of microbatches; default: its minimum.
-
-    Raises:
-        ConfigError: the schedule does not support the number.
-    """
+    """The schedule for this number of microbatches; default: its minimum."""
     return build_schedule(
         pipeline.schedule,
         pp_size=shape.pp_size,
@@ -110,11 +102,7 @@ def check_layers(pipeline: Pipeline, num_segments: int, *, pp_size: int) -> None
 
 
 def cut(order: LayerOrder, facts: ModelFacts, pipeline: Pipeline, *, pp_size: int) -> PipelinePlan:
-    """Cuts the model with these facts into stages.
-
-    Raises:
-        ConfigError: there are more stages than segments, or `layers` does not fit them.
-    """
+    """Cuts the model with these facts into stages."""
     rank_of = tuple(smallest_schedule(pipeline, pp_size).rank_of.values())
     num_stages, num_segments = len(rank_of), len(order.calls)
     check_layers(pipeline, num_segments, pp_size=pp_size)

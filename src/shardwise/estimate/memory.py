@@ -74,11 +74,7 @@ def mib(nbytes: int) -> str:
 
 
 def schedule_of(plan: SplitPlan, num_microbatches: int | None = None) -> Schedule:
-    """The schedule of a decided model's stages for this number of microbatches; default: its minimum.
-
-    Raises:
-        ConfigError: the schedule does not support the number.
-    """
+    """The schedule of a decided model's stages for this number of microbatches; default: its minimum."""
     assert plan.pipeline is not None
     number = plan.pipeline.num_stages // plan.shape.pp_size
     options = Pipeline(schedule=plan.pipeline.schedule, num_stages_per_rank=number)

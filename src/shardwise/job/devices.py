@@ -19,9 +19,6 @@ def pick_device(device: str | torch.device | None) -> torch.device:
 
     Of several GPUs a rank takes the one of its local rank. A single visible one is its own: many launchers show each
     rank one card.
-
-    Raises:
-        MeshError: there is no such device, or fewer GPUs than ranks.
     """
     asked = device if device is not None else os.environ.get(DEVICE_VARIABLE) or None
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0

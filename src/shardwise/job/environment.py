@@ -14,9 +14,6 @@ def read_slurm_environment() -> None:
     """Sets torchrun's variables, unless they are set, if this process is one of several tasks of a Slurm step.
 
     A batch script and an interactive shell are not tasks, whatever `SLURM_NTASKS` says: they start ranks.
-
-    Raises:
-        MeshError: a variable of Slurm is missing or invalid.
     """
     environment = os.environ
     num_tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")

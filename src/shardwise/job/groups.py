@@ -95,9 +95,6 @@ def read_device_mesh(mesh: dist.DeviceMesh, axes: Mapping[str, str]) -> Foreign:
 
     Args:
         axes: our axis for each of its dim names that is not one of ours.
-
-    Raises:
-        MeshError: its dims are not axes of ours, or do not hold every rank in ascending order.
     """
     if mesh.mesh_dim_names is None:
         raise MeshError(f"the dims of {mesh} have no names", fix='make it with mesh_dim_names=("fsdp", "tp")')

@@ -48,11 +48,7 @@ class RankAddress:
 
 
 def read_address() -> RankAddress:
-    """Reads the environment that torchrun sets.
-
-    Raises:
-        MeshError: a variable is missing or invalid.
-    """
+    """Reads the environment that torchrun sets."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     values = {name: os.environ.get(name, "") for name in names}
     try:
@@ -89,9 +85,6 @@ def read_rank() -> int:
 
 def rendezvous(address: RankAddress, *, timeout_seconds: float) -> dist.Store:
     """Waits until every rank has come; returns the store they share.
-
-    Raises:
-        MeshError: some rank did not come in time, or two processes are the same rank.
 
     Communicates: through the store alone.
     """

@@ -85,9 +85,6 @@ def write_adapter_files(directory: Path, state: Mapping[str, Tensor], config: by
     Args:
         state: full CPU tensors by PEFT's names.
         config: text of `adapter_config.json`.
-
-    Raises:
-        OSError: a file cannot be written.
     """
     (directory / ADAPTER_CONFIG).unlink(missing_ok=True)  # an older one must not stand beside new weights
     header = {"format": "pt", "adapter_config": json.dumps(json.loads(config), sort_keys=True)}
@@ -133,9 +130,6 @@ def adapter_config_text(model: nn.Module, name: str) -> bytes:
 
 def load_adapter_weights(model: nn.Module, place: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Fills the default adapter with the weights at `place`; each rank its parts. Returns the full tensors.
-
-    Raises:
-        LoadError: the files belong to another model, rank or kind of adapter, or cannot be read.
 
     Communicates: nothing.
     """

@@ -21,11 +21,7 @@ from shardwise.weights.locate import locate_source
 
 
 def peft() -> Any:
-    """The library.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """The library."""
     try:
         return importlib.import_module("peft")
     except ImportError as error:
@@ -42,10 +38,6 @@ def read_adapter_config(adapter: Any) -> Any:
 
     Args:
         adapter: a PEFT config, a directory that PEFT or Shardwise wrote, or a hub id.
-
-    Raises:
-        ConfigError: it is neither.
-        LoadError: there is no readable config.
     """
     library = peft()
     if isinstance(adapter, library.PeftConfig):
@@ -74,10 +66,6 @@ def inject(model: nn.Module, adapter: Any, *, on_meta: bool = True) -> nn.Module
         model: a meta model; or a real one, the same on every rank, with equal random states.
         adapter: see `read_adapter_config`.
         on_meta: whether the adapter has no values yet.
-
-    Raises:
-        ConfigError: the config fits no module of the model, or is invalid.
-        UnsupportedError: the adapter's initial values need the full weights.
     """
     config = read_adapter_config(adapter)
     if on_meta:
@@ -104,9 +92,6 @@ def named_targets(model: nn.Module, keywords: Any) -> Any:
 
     Args:
         keywords: a list of keywords; a string (a pattern of full names) and None are returned unchanged.
-
-    Raises:
-        ConfigError: no name contains a keyword.
     """
     if keywords is None or isinstance(keywords, str):
         return keywords
@@ -160,11 +145,7 @@ _OF_HEADS = ("PREFIX_TUNING", "CARTRIDGE")
 
 
 def check_adapters(model: nn.Module, shape: MeshShape) -> None:
-    """Checks that adapters of different weights share no parameters, because stages and FSDP2 units hold their own.
-
-    Raises:
-        PlanError: some do, and there are several ranks.
-    """
+    """Checks that adapters of different weights share no parameters, because stages and FSDP2 units hold their own."""
     owners: dict[int, tuple[str, set[int]]] = {}
     for fqn, module in model.named_modules() if shape.world_size > 1 else ():
         if not is_adapter(module) or is_saved_copy(module):
@@ -183,11 +164,7 @@ def check_adapters(model: nn.Module, shape: MeshShape) -> None:
 
 
 def check_prompts(model: nn.Module, plan: SplitPlan) -> None:
-    """Checks that every rank can compute alike what PEFT's wrapper computes before the model.
-
-    Raises:
-        PlanError: it cannot.
-    """
+    """Checks that every rank can compute alike what PEFT's wrapper computes before the model."""
     configs = getattr(model, "peft_config", {}).values() if find_model(model) is not model else ()
     kinds = [str(getattr(each.peft_type, "value", each.peft_type)) for each in configs if each.is_prompt_learning]
     if kinds and plan.pipeline is not None:

@@ -22,9 +22,6 @@ def base_tensors(model: nn.Module, *, merged: bool) -> dict[str, str]:
 
     Args:
         merged: whether to use the trained copies of modules instead of the originals.
-
-    Raises:
-        ConfigError: adapters are already merged into the weights, or would be merged but are disabled.
     """
     model = find_model(model)
     for name, module in model.named_modules():

@@ -80,11 +80,7 @@ class _SplitTuner:
         *args: Any,
         **options: Any,
     ) -> Any:
-        """Like PEFT, if the combination of parts is the part of the combination.
-
-        Raises:
-            UnsupportedError: it is not.
-        """
+        """Like PEFT, if the combination of parts is the part of the combination."""
         mesh = self._split_registry.mesh
         if mesh.size("pp") > 1 or mesh.data_size > 1 or combination_type not in _BY_ENTRY:
             raise UnsupportedError(

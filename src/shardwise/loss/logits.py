@@ -102,11 +102,7 @@ class SplitLogits(DTensor):
         return self._look.full is not None
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The full logits as a plain tensor. Every tp rank must call this, or compute with the logits.
-
-        Raises:
-            RankError: other tp ranks do not read these logits within the mesh's timeout.
-        """
+        """The full logits as a plain tensor. Every tp rank must call this, or compute with the logits."""
         if grad_placements is not None:
             return super().full_tensor(grad_placements=grad_placements)
         look = self._look

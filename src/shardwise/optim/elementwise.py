@@ -36,10 +36,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
     Args:
         options: the optimizer's constructor arguments; default: those in its groups.
 
-    Raises:
-        UnsupportedError: the optimizer is not elementwise and ranks hold parts, or stages; it does not support dense
-            gradients or `DTensor`s; it draws random numbers; or its trial failed.
-
     Communicates: nothing.
     """
     if _CHECKED.get(optimizer) == len(optimizer.param_groups):

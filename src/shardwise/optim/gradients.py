@@ -166,9 +166,6 @@ class Gradients:
 
         Does nothing if none is partial. Every rank of the mesh must call it.
 
-        Raises:
-            GradientError: only some of the stages that hold a parameter train it.
-
         Communicates: over tp, one all-reduce of all partial gradients of a dtype together, and one per group of ranks
         that share key/value heads; over the data axes, one all-reduce of the gradients that FSDP2 has not reduced and
         of the record of used parameters (see [Note: parameters that no rank used]); over each group of stages that
@@ -308,11 +305,7 @@ def track_gradients(model: nn.Module, registry: Registry) -> Gradients:
 
 
 def gradients_of(model: nn.Module) -> Gradients:
-    """State of a split model's gradients. `model` may be a wrapper, whose parameters then belong to it too.
-
-    Raises:
-        LayoutError: the model was not split by `shardwise.load` or `shardwise.parallelize`.
-    """
+    """State of a split model's gradients. `model` may be a wrapper, whose parameters then belong to it too."""
     root = registry_of(model).model()
     gradients: Gradients | None = root.__dict__.get(_ATTRIBUTE) if root is not None else None
     if gradients is None:

@@ -28,9 +28,6 @@ def check_finite_before_step(model: nn.Module, gradients: Gradients, optimizer: 
 
     Called before a step of `optimizer`.
 
-    Raises:
-        GradientError: a gradient is, or was at the step before, and the policy is to raise.
-
     Communicates: the norm's all-reduce, unless `clip_grad_norm_` has just done it.
     """
     precision, scale = gradients.registry.precision, gradients.loss_scale
@@ -68,9 +65,6 @@ def check_finite_before_step(model: nn.Module, gradients: Gradients, optimizer: 
 def check_steps(model: nn.Module) -> Gradients:
     """State of a model's gradients, after a check that no step skipped on the device should have raised; see [Note:
     left out on the device].
-
-    Raises:
-        GradientError: one should have; on all ranks alike, once.
     """
     gradients = gradients_of(model)
     late, gradients.pending_fault = gradients.pending_fault, None

@@ -68,10 +68,6 @@ def complete_gradients(parameters: Sequence[tuple[nn.Parameter, ParameterEntry]]
     """Sums the gradients of these parameters over all ranks that hold parts of them. Removes zero gradients that FSDP2
     made for parameters that no rank has used (see [Note: parameters that no rank used]).
 
-    Raises:
-        GradientError: only some of the stages that hold a parameter train it.
-        UnsupportedError: a trained parameter was used by no trial of a derived plan.
-
     Communicates: over the data axes, one all-reduce of the gradients that FSDP2 has not reduced and of the record of
     used parameters; over tp, one of all partial gradients of a dtype together, and one per group of ranks that share
     key/value heads; over each group of stages that share parameters, one.

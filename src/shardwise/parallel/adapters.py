@@ -49,10 +49,6 @@ class SplitAdapter:
         """Adds an adapter: PEFT makes it in full from rank 0's random numbers, and this rank keeps its part.
 
         Communicates: over all ranks, one broadcast of the state of rank 0's generator.
-
-        Raises:
-            PlanError: the adapter reads more than a rank's part of the weight.
-            UnsupportedError: the model has pipeline stages.
         """
         if self._registry.stages is not None:
             raise UnsupportedError(
@@ -72,9 +68,6 @@ class SplitAdapter:
         """Adds the adapters to this rank's part of the weight. `unmerge` restores the weight.
 
         If another stage holds the weight, only records the merge.
-
-        Raises:
-            UnsupportedError: FSDP2 shards the weight.
         """
         base, wrapper = unwrapped(self), cast("Any", self)  # type: ignore[arg-type]
         if self._is_foreign(base):

@@ -144,11 +144,7 @@ class Job:
 
     @functools.cached_property
     def recomputed(self) -> tuple[str, ...]:
-        """Names of the modules to recompute, found while the model is unsplit.
-
-        Raises:
-            ConfigError: `spec.recompute` names a module that the model does not have.
-        """
+        """Names of the modules to recompute, found while the model is unsplit."""
         return find_recomputed(self.model, self.registry.plan.stacks, self.spec.recompute)
 
     @property
@@ -184,10 +180,6 @@ def apply_plan(
         plan: plan resolved for this model and mesh, the same on every rank.
         spec: the request. Its plan is already resolved in `plan`.
         dtype: dtype to which floating-point parameters are converted before FSDP2 takes them; None keeps theirs.
-
-    Raises:
-        ConfigError: an option names something that the model does not have. The model is unchanged.
-        UnsupportedError: an option needs a feature that this torch or device lacks. The model is unchanged.
     """
     context = SplitContext.of(mesh, has_dropout=has_dropout(model))
     registry = Registry(mesh=mesh, plan=plan, context=context, tied=plan.tied)

@@ -17,11 +17,7 @@ from shardwise.weights.locate import HUB_OPTIONS, locate_source
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """The torch dtype for a user's name; None for "auto" or None.
-
-    Raises:
-        ConfigError: torch has no such dtype.
-    """
+    """The torch dtype for a user's name; None for "auto" or None."""
     if dtype is None or dtype == "auto" or isinstance(dtype, torch.dtype):
         return None if isinstance(dtype, str) else dtype
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else None
@@ -39,9 +35,6 @@ def read_config(
     Args:
         source: a directory with a config.json, a .json file, a hub id, or the values themselves.
         config_class: class that reads the config. A class for a part of the model reads the config of that part.
-
-    Raises:
-        LoadError: there is no config, or transformers cannot read it.
     """
     where = _config_place(options)
     rest = {name: value for name, value in options.items() if name not in HUB_OPTIONS}
@@ -85,11 +78,7 @@ def named_class(config: PreTrainedConfig) -> Any:
 
 
 def model_class_of(config: PreTrainedConfig) -> Any:
-    """Default class of a model: the class in the config's `architectures`, else `AutoModelForCausalLM`.
-
-    Raises:
-        UnsupportedError: the config names no class, and transformers has no causal language model of its type.
-    """
+    """Default class of a model: the class in the config's `architectures`, else `AutoModelForCausalLM`."""
     causal, named = transformers.AutoModelForCausalLM, named_class(config)
     if type(config) in causal._model_mapping:
         return causal if named in (None, causal._model_mapping[type(config)]) else named
@@ -112,9 +101,6 @@ def build_meta_model(
     Args:
         auto_class: a transformers auto class or model class; None: `model_class_of` the config.
         options: keyword arguments of the model class (`attn_implementation`, …).
-
-    Raises:
-        UnsupportedError: the class does not support this config or these options.
     """
     chosen = model_class_of(config) if auto_class is None else auto_class
     build = getattr(chosen, "from_config", None) or getattr(chosen, "_from_config", None)
@@ -159,11 +145,7 @@ def num_positions(config: PreTrainedConfig) -> int | None:
 
 
 def read_generation_config(model: PreTrainedModel, source: str | os.PathLike[str], options: dict[str, Any]) -> None:
-    """Reads the generation config beside the weights into the model, if there is one.
-
-    Raises:
-        LoadError: the file is no valid generation config.
-    """
+    """Reads the generation config beside the weights into the model, if there is one."""
     if not model.can_generate():
         return
     try:

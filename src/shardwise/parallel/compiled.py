@@ -84,10 +84,6 @@ def check_compilation(choice: Compile | None, context: SplitContext | None = Non
 
     Args:
         context: context of the model that is to be split; None if there is none yet.
-
-    Raises:
-        ConfigError: torch has no such backend.
-        UnsupportedError: the model has dropout under tensor parallelism.
     """
     if choice is None:
         return

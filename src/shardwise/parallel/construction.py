@@ -147,9 +147,6 @@ def initialize_meta(model: nn.Module) -> None:
     """Initializes a meta model on the CPU, in place. A real model is not changed.
 
     Draws from torch's default generator, which must be seeded alike on every rank.
-
-    Raises:
-        UnsupportedError: a module with meta tensors has no `reset_parameters`.
     """
     if not any(value.is_meta for value in (*model.parameters(), *model.buffers())):
         return

@@ -14,11 +14,7 @@ AUTOMATIC = ("auto", "declared", "derived")
 
 
 def read_request(plan: str | Plan | Mapping[str, str]) -> tuple[str, Plan]:
-    """Parses a user's plan: the automatic plan ("auto", "declared" or "derived") and rules on top of it.
-
-    Raises:
-        PlanError: the value is no such name, no dictionary of rules and no `Plan`.
-    """
+    """Parses a user's plan: the automatic plan ("auto", "declared" or "derived") and rules on top of it."""
     if isinstance(plan, Plan):
         return "auto", plan
     if isinstance(plan, Mapping):

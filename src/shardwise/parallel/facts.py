@@ -288,11 +288,6 @@ def decide_split(
     Args:
         spec: the request; `rules` replace its plan.
         order: order in which the layers of the base model run; needed if the shape has several pp ranks.
-
-    Raises:
-        ConfigError: the model cannot be cut into stages as requested.
-        PlanError: the rules cannot be applied; lists every problem.
-        UnsupportedError: the rules split a norm over features that computes no supported formula.
     """
     resolved = resolve(rules, facts, num_parts=shape.tp_size, sequence_parallel=spec.sequence_parallel)
     stages = None

@@ -285,12 +285,7 @@ def _is_plain_embedding(module: nn.Module) -> bool:
 
 
 def check_data_parallelism(model: nn.Module, policy: FsdpPolicy, mesh: Mesh) -> None:
-    """Checks that FSDP2 can shard a model by this policy.
-
-    Raises:
-        UnsupportedError: the policy needs a feature that this torch or device lacks, or a parameter has a gradient
-            hook, which FSDP2 would never call.
-    """
+    """Checks that FSDP2 can shard a model by this policy."""
     if mesh.data_mesh is None:
         return
     if policy.symmetric_memory and mesh.device.type != "cuda":

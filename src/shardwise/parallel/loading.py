@@ -71,10 +71,6 @@ def check_coverage(
     Args:
         names: every name in the model's state; each tied tensor once.
         is_guess: whether neither the user nor the checkpoint names the model's class.
-
-    Raises:
-        LoadError: tensors are missing, have another shape or kind, cannot be converted, or belong to further layers.
-        UnsupportedError: the weights are quantized.
     """
     _check_scales(resolution, location)
     parameters = {name: value.dtype for name, value in model.named_parameters(remove_duplicate=False)}
@@ -178,9 +174,6 @@ def find_weights(
         allowed: allowed differences between the checkpoint and the model.
         is_guess: whether neither the user nor the checkpoint names the model's class.
         key_mapping: see `from_pretrained`: patterns of checkpoint keys to their replacements.
-
-    Raises:
-        LoadError: the checkpoint does not cover the model, or a conversion fails.
     """
     state = state_tensors(model)
     resolution = _resolve(model, index, {fqn: tuple(value.shape) for fqn, value in state.items()}, key_mapping)
@@ -202,9 +195,6 @@ def load_weights(
     Args:
         resolution: result of `find_weights` before the model was split.
         dtype: dtype of floating-point parameters; None keeps the checkpoint's.
-
-    Raises:
-        LoadError: this rank's part of the checkpoint contains NaN, or tied tensors differ there.
 
     Communicates: nothing.
     """

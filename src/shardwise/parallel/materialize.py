@@ -67,9 +67,6 @@ def initialize_missing(
         construction: recorded construction of the unsplit model.
         unsplit: result of `record_missing`.
 
-    Raises:
-        UnsupportedError: neither the constructor nor `_init_weights` gives a parameter a value.
-
     Communicates: nothing.
     """
     missing: dict[str, list[str]] = {}
@@ -105,9 +102,6 @@ def initialize_attributes(
     Args:
         construction: recorded construction of the unsplit model.
         unsplit: result of `attributes_of`.
-
-    Raises:
-        UnsupportedError: an attribute has no value.
 
     Communicates: nothing.
     """

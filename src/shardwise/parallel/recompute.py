@@ -106,11 +106,7 @@ def _enable_resuming(
 
 
 def find_recomputed(model: nn.Module, stacks: Sequence[LayerStack], recompute: Recompute) -> tuple[str, ...]:
-    """Names of the modules of an unsplit model that `recompute` selects.
-
-    Raises:
-        ConfigError: a pattern matches no module, one module is inside another, or the model has no attention to select.
-    """
+    """Names of the modules of an unsplit model that `recompute` selects."""
     if recompute.mode in ("none", "budget"):  # a budget is kept by what compiles
         return ()
     if recompute.modules:

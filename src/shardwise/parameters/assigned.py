@@ -118,13 +118,7 @@ def note_inputs(model: nn.Module, plan: SplitPlan) -> None:
 
 
 def adopt_parameters(model: nn.Module) -> None:
-    """Registers every trained parameter without an entry, as replicated on every rank.
-
-    Raises:
-        UnsupportedError: the parameter is in a module that computes with a rank's own heads or features, or in a
-            pipeline, so its split or stage is unknown.
-        LayoutError: it has replaced one of two tied parameters.
-    """
+    """Registers every trained parameter without an entry, as replicated on every rank."""
     registry, inputs = registry_of(model), {"": "full"}
     mesh = registry.mesh
     steps = steps_along(("tp", *FSDP_AXES[::-1]), mesh.shape)

@@ -86,9 +86,6 @@ def complete_stacked(shares: Tensor, registry: Registry, order: float) -> Tensor
     Args:
         shares: `[n]`, norms of the elements that this rank owns of its gradients.
 
-    Raises:
-        UnsupportedError: they are only some of a stage's gradients.
-
     Communicates: over all ranks, one all-reduce of as many values; in a pipeline another one of one value.
     """
     mesh = registry.mesh

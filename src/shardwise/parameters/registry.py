@@ -360,9 +360,6 @@ def find_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Param
 
     The name is the first that `model` (split, or a wrapper of a split model) gives it on any rank. The entry is None
     for a parameter that was added later.
-
-    Raises:
-        LayoutError: tied parameters are no longer one, or another tensor was assigned to a parameter's `data`.
     """
     names: dict[int, str] = {}
     held: dict[int, nn.Parameter] = {}
@@ -430,11 +427,7 @@ def local_part(value: Tensor) -> Tensor:
 
 
 def registry_of(model: nn.Module) -> Registry:
-    """Registry of a model that Shardwise has split, also through wrappers such as PEFT's.
-
-    Raises:
-        LayoutError: the model was not split by `shardwise.load` or `shardwise.parallelize`.
-    """
+    """Registry of a model that Shardwise has split, also through wrappers such as PEFT's."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if _ATTRIBUTE in module.__dict__:
             return module.__dict__[_ATTRIBUTE]

@@ -87,9 +87,6 @@ def _find_unequal(copies: Copies, group: Group | None) -> tuple[str, ...]:
 def check_replicas(model: nn.Module, copies: Copies | None = None) -> None:
     """Raises the same error on every rank if copies of a parameter, or of `copies`, differ.
 
-    Raises:
-        LayoutError: names the first such parameter.
-
     Communicates: like `find_unequal_replicas`.
     """
     names = _find_unequal(_parameters(model) if copies is None else copies, registry_of(model).mesh.group())

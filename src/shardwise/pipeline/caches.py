@@ -23,11 +23,7 @@ from shardwise.stages.model import cache_parts, copy_cache
 
 
 def check_caches(arguments: Mapping[str, Any], *, num_stages_per_rank: int) -> None:
-    """Raises if a cache cannot be used with stages.
-
-    Raises:
-        UnsupportedError: stages do not support this kind of cache.
-    """
+    """Raises if a cache cannot be used with stages."""
     for name, cache in _caches(arguments):
         parts = cache_parts(cache)
         layers = [layer for part in parts for layer in part.layers]

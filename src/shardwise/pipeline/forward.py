@@ -179,12 +179,6 @@ class Pipelined:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model; every rank of the pipeline must call it with the same arguments.
 
-        Raises:
-            BatchError: ranks passed different arguments.
-            UnsupportedError: the call asks for hidden states, attentions or caches of other ranks; for gradients inside
-                an argument that is no tensor; for a training forward of a hand-written model; or it is inside of
-                torch.compile or torch.utils.checkpoint.
-
         Communicates: over tp and pp, one all-gather of 40 bytes per rank; in training with several data ranks, another
         one over the data axes; what the stages do; the output, over pp.
         """

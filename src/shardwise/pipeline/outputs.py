@@ -87,9 +87,6 @@ def broadcast_output(
         later: whether tensors other than the loss stay there until they are used.
         change: applied to every tensor, or this rank's part of it, before it is returned.
 
-    Raises:
-        UnsupportedError: the output holds an object that cannot be distributed.
-
     Communicates: over pp, a broadcast of a description and of every tensor, or only of the scalars.
     """
     tensors: list[Tensor] = []
@@ -235,11 +232,7 @@ class RemoteTensor(Tensor):
         return func(*args, **kwargs)
 
     def full_tensor(self) -> Tensor:
-        """The plain tensor. Every rank must call this, or compute with the tensor.
-
-        Raises:
-            RankError: other ranks do not read it within the mesh's timeout.
-        """
+        """The plain tensor. Every rank must call this, or compute with the tensor."""
         value = self.fetch()
         return value.full_tensor() if isinstance(value, DTensor) else value
 

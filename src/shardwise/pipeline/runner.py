@@ -105,11 +105,7 @@ class PipelineRunner:
         return copied
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """The schedule for this number of microbatches.
-
-        Raises:
-            ConfigError: the schedule does not support it.
-        """
+        """The schedule for this number of microbatches."""
         return build_schedule(
             self.plan.schedule,
             pp_size=self.group.size(),
@@ -153,9 +149,6 @@ class PipelineRunner:
 
         Communicates: what the stages do (see `PipelineStage`), and over the data axes, after the last backward, one
         reduction of each unit's gradients.
-
-        Raises:
-            RankError: an earlier run of this pipeline has failed.
         """
         if self._p2p.broken is not None:
             raise RankError(

@@ -155,9 +155,6 @@ def check_complete(ends: Sequence[Any], inputs: Sequence[Tensor], second: Second
 
     Args:
         ends: the outputs' graph nodes, which the outputs release in the first part.
-
-    Raises:
-        LayoutError: names the number and shapes of such weights.
     """
     if second.groups is None:
         return

@@ -27,11 +27,7 @@ _IN_FULL = 'replicate the module that they adapt with the style "replicate", or 
 
 
 def with_adapters(plan: SplitPlan, facts: ModelFacts) -> SplitPlan:
-    """Translates `plan`, resolved for the base, to the model's names, and adds the adapters' parameters.
-
-    Raises:
-        PlanError: an adapter cannot be split like its base; lists all.
-    """
+    """Translates `plan`, resolved for the base, to the model's names, and adds the adapters' parameters."""
     adapters = facts.adapters
     if adapters is None:
         return plan
@@ -55,12 +51,7 @@ def with_adapters(plan: SplitPlan, facts: ModelFacts) -> SplitPlan:
 
 
 def stages_with_adapters(pipeline: PipelinePlan | None, facts: ModelFacts) -> PipelinePlan | None:
-    """Translates `pipeline`, cut from the base alone, to the model's names. Adapters are used where their base is.
-
-    Raises:
-        PlanError: a tensor that crosses a cut comes from inside a module with trained copies, or an adapter reads the
-            full weight of a tied parameter, which may belong to several stages.
-    """
+    """Translates `pipeline`, cut from the base alone, to the model's names. Adapters are used where their base is."""
     adapters = facts.adapters
     if adapters is None or pipeline is None:
         return pipeline
@@ -99,9 +90,6 @@ def plan_adapter(adapted: Adapted, base: ParameterPlan, *, num_parts: int) -> di
 
     Args:
         base: plan of the weight.
-
-    Raises:
-        PlanError: the adapters read the full weight, or the weight is split along neither of its features.
     """
     split = base.placement
     if not isinstance(split, Split):

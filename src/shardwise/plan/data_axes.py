@@ -134,9 +134,6 @@ def find_units(
     Args:
         chosen: patterns of the units' names (see `FsdpPolicy`); None: the default units.
         conditional: layers that run only for some batches.
-
-    Raises:
-        ConfigError: a pattern matches no module with parameters.
     """
     if facts.model_type in SINGLE_FSDP_UNIT:
         return ()

@@ -55,11 +55,7 @@ def local_heads(heads: Heads, num_parts: int) -> Heads:
 
 
 def feature_split(dim: int, size: int, *, heads: Heads | None, num_parts: int) -> Split:
-    """Split of a feature dim of `size`: by query heads, by key/value heads, or in plain runs without heads.
-
-    Raises:
-        PlanError: `size` is no multiple of the number of heads, or a rank would have nothing.
-    """
+    """Split of a feature dim of `size`: by query heads, by key/value heads, or in plain runs without heads."""
     if heads is None:
         if size < num_parts:
             raise PlanError(
@@ -82,11 +78,7 @@ def feature_split(dim: int, size: int, *, heads: Heads | None, num_parts: int) -
 
 
 def qkv_split(dim: int, size: int, *, heads: Heads | None, num_parts: int) -> Split:
-    """Split of a fused `[q | k | v]` dim, each section by its own heads.
-
-    Raises:
-        PlanError: the module has no known heads, or the sections do not add up to `size`.
-    """
+    """Split of a fused `[q | k | v]` dim, each section by its own heads."""
     if heads is None:
         raise PlanError("qkv_colwise needs the heads of the module it is in", why="no head counts were found on it")
     num_blocks = heads.num_heads + 2 * heads.num_key_value_heads
@@ -121,11 +113,7 @@ class ParameterRules:
     num_parts: int
 
     def plan(self, fqn: str, shape: Shape) -> ParameterPlan:
-        """Plan of the parameter `fqn` with the full `shape`.
-
-        Raises:
-            PlanError: its rule cannot be applied.
-        """
+        """Plan of the parameter `fqn` with the full `shape`."""
         module = parent_of(fqn)
         rule = self.rules.get(fqn) or self.rules.get(module)
         if rule is None:

@@ -69,11 +69,7 @@ class LayerOrder:
     is_chain: bool = False
 
     def starts_after(self, names: Iterable[str]) -> tuple[int, ...]:
-        """First segments of stages that end with the given layers, each at its last call; 0 comes first.
-
-        Raises:
-            ConfigError: a name is no layer that runs, or is the last layer.
-        """
+        """First segments of stages that end with the given layers, each at its last call; 0 comes first."""
         starts = {0}
         for name in names:
             if name not in self.calls:

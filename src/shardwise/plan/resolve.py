@@ -39,11 +39,7 @@ class MatchedRules:
 
 
 def match_rules(plan: Plan, facts: ModelFacts) -> MatchedRules:
-    """Matches every rule with the names of its section.
-
-    Raises:
-        PlanError: rules of the user (source `user`) match nothing. Reports all, with the nearest existing names.
-    """
+    """Matches every rule with the names of its section."""
     fit = _MatchedRules(plan, facts)
     users = [rule for rule, names in fit.names.items() if not names and rule.source == "user"]
     if users:
@@ -128,11 +124,7 @@ _MODULE_STYLES = frozenset(
 
 
 def resolve(plan: Plan, facts: ModelFacts, *, num_parts: int, sequence_parallel: bool = False) -> SplitPlan:
-    """Plans every parameter and module of the model that `facts` describe.
-
-    Raises:
-        PlanError: lists every rule that cannot be applied, with the legal sizes.
-    """
+    """Plans every parameter and module of the model that `facts` describe."""
     given = match_rules(plan, facts)
     if num_parts == 1:
         given = MatchedRules()

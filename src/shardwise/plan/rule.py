@@ -48,11 +48,7 @@ class SplitStyle:
 
     @classmethod
     def parse(cls, text: str) -> SplitStyle:
-        """Parses the style.
-
-        Raises:
-            PlanError: it is malformed.
-        """
+        """Parses the style."""
         found = _TEXT.fullmatch(text)
         if found is None or (found[2] and found[3]):
             raise PlanError(
@@ -87,9 +83,6 @@ class Rule:
         style: a style of the section, with its arguments.
         source: origin of the rule, one word: `user`, `transformers`, `family`, `structure`, ...
         reason: the reason, in one line.
-
-    Raises:
-        PlanError: the pattern is malformed, or the section has no such style.
     """
 
     pattern: str
@@ -172,11 +165,7 @@ class Rule:
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """Parses one line of a plan: a rule of this section, or of any section if the class is `Rule`.
-
-        Raises:
-            PlanError: the line is no `pattern: style`, or no valid rule.
-        """
+        """Parses one line of a plan: a rule of this section, or of any section if the class is `Rule`."""
         body, _, comment = text.partition("#")
         pattern, colon, style = body.partition(":")
         if not colon:

@@ -43,12 +43,7 @@ def find_sequence(
     inputs: Mapping[str, InputRule],
     regions: Sequence[Region],
 ) -> SequencePlan:
-    """The rules about the sequence; without any, the only stack that holds split blocks.
-
-    Raises:
-        PlanError: a rule for lists of layers matches something else; or there are no rules, and not exactly one list of
-            layers with split blocks.
-    """
+    """The rules about the sequence; without any, the only stack that holds split blocks."""
     stacks = {name: rule for name, rule in rules.items() if rule.style == "sequence"}
     if not stacks:
         return _implied(facts, regions)

@@ -23,9 +23,6 @@ def try_adapters(
     """Trains a tiny model with adapters like those of `model`, split by the base's plan, and compares every gradient.
 
     Caches success on disk. Logs if it cannot be tried. Communicates nothing.
-
-    Raises:
-        PlanError: the results differ, and those of the base alone do not.
     """
     assert facts.adapters is not None
     base = without_adapters(model)

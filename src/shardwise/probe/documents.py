@@ -25,9 +25,6 @@ def probe_document_masking(config: PreTrainedConfig, auto_class: Any, *, packed:
 
     Args:
         packed: whether several documents share a row; else one document with padding.
-
-    Raises:
-        UnsupportedError: no input keeps them apart, or there is no tiny model.
     """
     model = build_tiny_model(shrink_config(copy.deepcopy(config)), auto_class, seed=0).eval()
     ids = make_batch(model, batch_size=1, sequence_length=_WIDTH, seed=0)["input_ids"]

@@ -41,10 +41,6 @@ def find_layer_order(model: nn.Module) -> LayerOrder:
 
     Args:
         model: a transformers model, real or meta, unsplit.
-
-    Raises:
-        PlanError: it cannot be cut into stages; names the module and the reason.
-        UnsupportedError: no tiny model of it can be built.
     """
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
@@ -66,11 +62,7 @@ def _order_of(model: PreTrainedModel) -> LayerOrder:
 
 
 def tried_order(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection[str] = (), drops: bool) -> LayerOrder:
-    """The layer order of a tiny model, if the model computes the same when it is cut accordingly.
-
-    Raises:
-        PlanError: it does not.
-    """
+    """The layer order of a tiny model, if the model computes the same when it is cut accordingly."""
     order, returns = watch_order(tiny, batch, layers=layers, drops=drops)
     if len(order.calls) == 1:
         raise no_stages(type(tiny).__name__, f"of its layers only {order.calls[0]} runs", at="")

@@ -51,11 +51,7 @@ _SMALL_ENOUGH = 8_000_000
 
 
 def trial_of(tiny: PreTrainedModel, *, num_parts: int, drops: bool) -> Trial:
-    """Trial with the result of `build_tried_model`.
-
-    Raises:
-        PlanError: the model does not run unsplit.
-    """
+    """Trial with the result of `build_tried_model`."""
     batch = make_batch(tiny, seed=0)
     set_runnable_mode(tiny, batch)
     padded = split_rows(make_batch(tiny, seed=0, padding="right"), 2, 2)[1]
@@ -174,9 +170,6 @@ class Trial:
         tiny: a model that has not run yet. Every rank gets a copy, because modules may cache results.
         padded: one padded row, for runs in training mode with dropout.
         drops: whether to train with dropout on it. A model that never drops need not be right with dropout.
-
-    Raises:
-        UnsupportedError: its results are not deterministic.
     """
 
     def __init__(

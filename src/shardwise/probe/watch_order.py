@@ -37,9 +37,6 @@ def watch_order(
     Args:
         layers: the modules at which to cut; default: the outermost layers.
         drops: whether the large model has dropout.
-
-    Raises:
-        PlanError: no layer runs, or a value from inside of a layer is used after it.
     """
     model = _untied(tiny)
     watcher = _watched(model, batch, layers, shares_dropped=False)
@@ -236,11 +233,7 @@ class _Watcher(TorchFunctionMode):
         return None if self.values[key].count > count else ""
 
     def found(self) -> tuple[LayerOrder, dict[str, Returned]]:
-        """The results of `watch_order`.
-
-        Raises:
-            PlanError: no layer ran, or a value has no anchor.
-        """
+        """The results of `watch_order`."""
         if not self.calls:
             raise PlanError(
                 f"{type(self.model).__name__} cannot be cut into stages",

@@ -15,9 +15,6 @@ from shardwise.topology.shape import MeshShape
 def fake_mesh(shape: MeshShape, *, rank: int = 0) -> Iterator[Mesh]:
     """Context manager: the mesh of one rank on the CPU, whose collectives do nothing. For shapes and counts, not for
     values.
-
-    Raises:
-        MeshError: a process group is already open.
     """
     if dist.is_initialized():
         raise MeshError(

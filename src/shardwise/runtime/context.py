@@ -50,9 +50,6 @@ class Axis:
     def equal_sizes(self, length: int) -> tuple[int, ...]:
         """Length of each rank's part of a sequence that must divide evenly, because ranks gather it without exchanging
         lengths.
-
-        Raises:
-            BatchError: `length` is not divisible by the size of the axis. The same on every rank.
         """
         if length % self.size:
             raise BatchError(

@@ -18,9 +18,6 @@ def check_index(valid: Tensor, rule: str, say: Callable[[], str]) -> None:
         valid: bool scalar. A fake tensor is not checked.
         rule: error message on the device.
         say: builds the error message with values, on the host.
-
-    Raises:
-        IndexError: on CPU. A GPU fails asynchronously.
     """
     if valid.device.type != "cpu":
         torch._assert_async(valid, rule)
@@ -43,11 +40,7 @@ class SplitEmbedding:
     _vocabulary_size: int
 
     def forward(self, ids: Tensor, **options: Any) -> Tensor:
-        """Args: ids int `[...]`, the same on every tp rank. Returns `[..., hidden]`.
-
-        Raises:
-            IndexError: an id is outside the vocabulary (checked on the device where there is one).
-        """
+        """Args: ids int `[...]`, the same on every tp rank. Returns `[..., hidden]`."""
         look_up: Callable[..., Tensor] = super().forward  # type: ignore[misc]
         if self._sizes is not None:
             values = look_up(ids, **options)

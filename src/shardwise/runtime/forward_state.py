@@ -192,11 +192,7 @@ class ForwardState:
             self.rows = rows
 
     def length_of(self, stack: str) -> int:
-        """True sequence length of a stack of layers.
-
-        Raises:
-            LayoutError: the first layer of the stack has not run.
-        """
+        """True sequence length of a stack of layers."""
         if stack not in self.lengths:
             raise ends_missing(stack, "the first of its layers has not run")
         return self.lengths[stack]

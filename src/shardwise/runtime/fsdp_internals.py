@@ -103,9 +103,6 @@ def drop_unreduced(root: nn.Module) -> None:
 def reset_interrupted(root: FSDPModule) -> None:
     """Resets FSDP2 after a forward or backward that raised, and drops unreduced gradients. Does nothing inside a
     backward.
-
-    Raises:
-        UnsupportedError: a backward was interrupted on torch before 2.13, which would reduce no gradients afterwards.
     """
     if torch._C._current_graph_task_id() != -1:
         return
@@ -124,12 +121,7 @@ def reset_interrupted(root: FSDPModule) -> None:
 
 
 def carry_over_changes(root: nn.Module, units: Iterable[FSDPModule]) -> None:
-    """Carries `requires_grad` from gathered parameters over to the sharded ones, before a forward.
-
-    Raises:
-        UnsupportedError: a module holds a parameter that FSDP2 does not know, which would not be trained. Before the
-            first forward FSDP2 adopts a new `DTensor`, such as `load_state_dict(assign=True)` assigns.
-    """
+    """Carries `requires_grad` from gathered parameters over to the sharded ones, before a forward."""
     for group in [group for unit in units for group in _groups(unit)]:
         _carry_over_requires_grad(group)
         if not group.is_sharded:

@@ -86,12 +86,7 @@ _FIX = (
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Checks a model before it is split.
-
-    Raises:
-        UnsupportedError: the model is or holds a data-parallel wrapper of torch, or was made under
-            `torch.inference_mode`.
-    """
+    """Checks a model before it is split."""
     if any(parameter.is_inference() for parameter in model.parameters()):
         raise UnsupportedError(
             f"a {type(model).__name__} that was made under torch.inference_mode()",

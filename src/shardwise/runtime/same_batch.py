@@ -44,11 +44,6 @@ def check_same_batch(
     Returns:
         The numbers of every rank, in rank order.
 
-    Raises:
-        RankError: the ranks' optimizers have taken different steps since the model was split.
-        BatchError: names the first input that differs, and its value on each rank.
-        UnsupportedError: called in a transform of `torch.func`.
-
     Communicates: over tp and pp, one all-gather of 40 bytes per rank.
     """
     group = (

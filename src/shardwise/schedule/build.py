@@ -211,9 +211,6 @@ def build_schedule(
 
     Args:
         num_stages_per_rank: default: the minimum of the schedule.
-
-    Raises:
-        ConfigError: there is no such schedule, or it does not support these sizes. Reports all problems at once.
     """
     family = _FAMILIES.get(name)
     if family is None:

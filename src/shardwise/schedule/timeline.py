@@ -67,9 +67,6 @@ def timeline(schedule: Schedule, lengths: Mapping[Action, float] | None = None) 
 
     Args:
         lengths: seconds by action. Default: a forward, a gradient of inputs and a gradient of weights take 1 each.
-
-    Raises:
-        ConfigError: ranks wait for each other in a cycle.
     """
     if lengths is None:
         lengths = {each: 1.0 + (each.kind is Kind.BACKWARD) for row in schedule.actions for each in row}

@@ -129,10 +129,6 @@ def build_subject(model: nn.Module, *, num_parts: int, is_deep: bool = False) ->
     Args:
         model: a transformers model, real or meta, unsplit.
         is_deep: give the tiny model as many layers as `model`, not only some of every kind.
-
-    Raises:
-        PlanError: the tiny model does not run unsplit; names the module.
-        UnsupportedError: no tiny model can be built, or its results are not deterministic.
     """
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
@@ -149,10 +145,6 @@ def search_plan(subject: Subject, declared: Plan, *, sequence_parallel: bool = F
         declared: known rules; the result includes them if they pass.
         given: the user's rules that match the tiny model. Every plan is tried with them on top; the result does not
             include them.
-
-    Raises:
-        PlanError: no plan passes, or it splits almost nothing of the layers, or the model's code fails in the trial;
-            names the module.
     """
     model, tiny, trial = subject.model, subject.tiny, subject.trial
     name, num_parts = type(model).__name__, trial.num_parts
@@ -172,11 +164,7 @@ def search_plan(subject: Subject, declared: Plan, *, sequence_parallel: bool = F
 
 
 def check_given_rules(subject: Subject, plan: Plan, given: Plan, *, sequence_parallel: bool = False) -> None:
-    """Tries a proved plan with the user's rules on top.
-
-    Raises:
-        PlanError: the result differs from the unsplit model, or its code fails.
-    """
+    """Tries a proved plan with the user's rules on top."""
     name, num_parts = type(subject.model).__name__, subject.trial.num_parts
     with reraise_as(functools.partial(unplanned_error, name, num_parts)):
         verdict = subject.trial.run(plan | given, sequence_parallel=sequence_parallel)

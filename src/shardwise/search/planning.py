@@ -37,10 +37,6 @@ def plan_for(model: nn.Module, spec: ParallelSpec, *, num_parts: int, facts: Mod
         spec: its plan is "auto" (see above); "declared": transformers' plan, untried; "derived": search again; or rules
             on top of the automatic plan.
         facts: facts about the model; read here if None.
-
-    Raises:
-        PlanError: nothing is declared, or no plan passes; user rules match nothing, or give another result than the
-            unsplit model; or the model's adapters do.
     """
     kind, given = read_request(spec.plan)
     if num_parts == 1:

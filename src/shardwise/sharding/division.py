@@ -102,9 +102,6 @@ def assign_writers(
     Args:
         layouts: layouts of the tensors by name, in the same order on every rank.
         holders: the ranks that hold a tensor, if they are fewer than the layout says.
-
-    Raises:
-        LayoutError: no rank in `holders` holds some elements.
     """
     places = [shape.coords(rank) for rank in range(shape.world_size)]
     of_layout = {layout: _find_holders(layout, places) for layout in dict.fromkeys(layouts.values())}

@@ -38,11 +38,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(form: Any, data: Any) -> Any:
-    """Converts the JSON value `data` of `to_json` back to a value of the type `form`.
-
-    Raises:
-        LayoutError: `data` is no such value, or inconsistent.
-    """
+    """Converts the JSON value `data` of `to_json` back to a value of the type `form`."""
     try:
         return _decode(form, data)
     except (TypeError, LookupError, AttributeError, ValueError) as error:

@@ -98,9 +98,6 @@ class Layout:
     ignored, so a rank's coords on the full mesh suffice. Elements that several coords of an axis hold belong to the
     lowest of them. An axis without a step is not known to hold copies, so give every axis that does a `Replicate` step.
     Coords that `OnCoords` leaves out have no local tensor and no pieces.
-
-    Raises:
-        LayoutError: a `Split` does not have the size of its dim, or not one part for each coord of its axis.
     """
 
     shape: tuple[int, ...]
@@ -221,9 +218,6 @@ def copies(saved: Sequence[Source], wanted: Sequence[Piece]) -> tuple[Copy, ...]
     """The copies that fill every element of `wanted` exactly once.
 
     If sources overlap (replicas), the first one is used. Unneeded sources are not touched.
-
-    Raises:
-        LayoutError: no source has some wanted elements.
     """
     found: list[Copy] = []
     missing: list[Box] = []

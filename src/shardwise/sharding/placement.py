@@ -158,11 +158,7 @@ def split_blocks(dim: int, num_blocks: int, *, block_size: int, parts: int) -> S
 
 
 def split_heads(dim: int, num_heads: int, *, head_dim: int, parts: int) -> Split:
-    """Split by whole attention heads, like `split_blocks`. With more coords than heads, adjacent coords share a head.
-
-    Raises:
-        LayoutError: `parts` is greater than `num_heads` and not a multiple of it.
-    """
+    """Split by whole attention heads, like `split_blocks`. With more coords than heads, adjacent coords share one."""
     if parts <= num_heads:
         return split_blocks(dim, num_heads, block_size=head_dim, parts=parts)
     if parts % num_heads:
@@ -191,11 +187,7 @@ def split_sections(dim: int, sections: Sequence[Split]) -> Split:
 
 
 def equal_sections(dim: int, size: int, *, num_sections: int, parts: int) -> Split:
-    """Split of a fused dim of `num_sections` sections of equal size, each split like `split_even`.
-
-    Raises:
-        LayoutError: `size` is not a multiple of `num_sections`.
-    """
+    """Split of a fused dim of `num_sections` sections of equal size, each split like `split_even`."""
     if size % num_sections:
         raise LayoutError(f"a dim of size {size} does not divide into {num_sections} equal sections")
     return split_sections(dim, [split_even(dim, size // num_sections, parts=parts)] * num_sections)

@@ -210,10 +210,6 @@ class Stages:
         Returns:
             Tensors for the next stage, in the order of `shapes`; for the last stage, the model's output.
 
-        Raises:
-            LayoutError: other layers run than when the model was cut.
-            UnsupportedError: a tensor of another stage is needed that was not sent, because only this run asks for it.
-
         Communicates: what the stage's layers do over tp and the data axes; nothing over pp.
         """
         segments = self.plan.segments(stage)
@@ -293,11 +289,7 @@ def _extrapolate(measured: Mapping[Lengths, Cuts], lengths: Lengths) -> Cuts | N
 
 
 def _grown(old: StageTensor, new: StageTensor, by: int, to: int) -> StageTensor:
-    """Extends `old` by `to` in the dims in which `new` is longer by `by`.
-
-    Raises:
-        ValueError: they differ in anything else.
-    """
+    """Extends `old` by `to` in the dims in which `new` is longer by `by`."""
     grown = [b - a for a, b in zip(old.shape, new.shape, strict=True)]
     if replace(new, shape=old.shape) != old or not {0, by}.issuperset(grown):
         raise ValueError

@@ -29,11 +29,7 @@ def class_names(table: str) -> frozenset[str]:
 
 
 def signals_of(model: PreTrainedModel) -> tuple[str, ...]:
-    """Arguments of `model`'s forward, other than tokens, that it requires.
-
-    Raises:
-        UnsupportedError: it takes neither tokens nor any of them.
-    """
+    """Arguments of `model`'s forward, other than tokens, that it requires."""
     takes = inspect.signature(model.forward).parameters
     family = FAMILIES.get(model.config.model_type)
     if family and family.inputs:
@@ -56,9 +52,6 @@ def make_patches(
 
     Args:
         beside_tokens: whether a model that also takes tokens receives images.
-
-    Raises:
-        UnsupportedError: the configuration does not give the patch size.
     """
     takes = inspect.signature(model.forward).parameters
     grid = next((name for name in _GRIDS if name in takes and ("input_ids" not in takes or beside_tokens)), None)
@@ -82,9 +75,6 @@ def make_signal(model: PreTrainedModel, name: str, shape: tuple[int, int], *, ge
         name: name of the argument.
         shape: batch size and sequence length; the latter counts frames after the model's convolutions.
         generator: generator of the noise.
-
-    Raises:
-        UnsupportedError: the configuration does not give the size.
     """
     try:
         size = _SIZES[name](_fields(model), shape[1])
@@ -183,9 +173,6 @@ def make_batch(
     Returns:
         input_ids, attention_mask and labels, [batch_size, sequence_length] unless the head requires another shape;
             images or audio instead or in addition, if the model needs them.
-
-    Raises:
-        UnsupportedError: no known input fits the forward, or the size of one is unknown.
     """
     generator = torch.Generator().manual_seed(seed)
     takes = inspect.signature(model.forward).parameters

@@ -45,9 +45,6 @@ def build_tiny_model(config: PreTrainedConfig, cls: Any, *, seed: int) -> PreTra
         config: a tiny config, from `shrink_config`.
         cls: a model class, or an auto class such as `AutoModelForCausalLM`.
         seed: seed of all weights.
-
-    Raises:
-        UnsupportedError: the class cannot be constructed, with the cause; or the model would not be small.
     """
     config = _config_for(cls, config)
     make = cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else cls.from_config

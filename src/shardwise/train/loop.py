@@ -196,10 +196,6 @@ def run_loop(
         num_done: steps that an earlier run has done.
         checkpoints: called after every step, after the reporters; may end the run.
         report_every: number of steps whose records are read together.
-
-    Raises:
-        BatchError: there are fewer batches than steps.
-        GradientError: the loss or the gradient norm is not finite. The weights are those of the step before.
     """
     told = _Records(parts, reporters)
     try:
@@ -258,11 +254,7 @@ class _Records:
         self._sent.append((steps, HostCopy(torch.stack(pairs))))
 
     def tell(self, *, eval_loss: Callable[[], float] | None = None) -> None:
-        """Reports all queued steps in order; evaluates with the last one.
-
-        Raises:
-            GradientError: a number is not finite, and the run does not skip such steps.
-        """
+        """Reports all queued steps in order; evaluates with the last one."""
         if self._waiting:
             self.send()
         self.flush_copied(eval_loss=eval_loss)

@@ -77,9 +77,6 @@ def resolve_keys(
         shapes: FQN to canonical shape for the unsplit model: all of `state_dict()` before any split.
         key_mapping: See `from_pretrained`: patterns of checkpoint keys to their replacements.
         prefix: Removed from the keys that begin with it.
-
-    Raises:
-        UnsupportedError: the model is quantized.
     """
     if getattr(model.config, "quantization_config", None) is not None:
         raise UnsupportedError(

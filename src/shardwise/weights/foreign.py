@@ -55,9 +55,6 @@ class ChunkedTensor:
 class ChunkedIndex(CheckpointIndex):
     """The tensors by key of another system's checkpoint, which stores them in chunks. Reads only the chunks that a box
     overlaps.
-
-    Raises:
-        LoadError: chunks of a tensor leave a gap, overlap, or reach out of it.
     """
 
     def __init__(self, tensors: Mapping[str, ChunkedTensor], location: str) -> None:
@@ -168,10 +165,6 @@ class _Unpickler(pickle.Unpickler):
 def open_dcp(directory: Path) -> ChunkedIndex:
     """Opens the model's tensors in a DCP directory: those under "model" (or "state_dict") if it holds more than a
     model.
-
-    Raises:
-        LoadError: the metadata is damaged, names a class that DCP does not have, or points outside of the directory.
-        UnsupportedError: its files are compressed.
     """
     path = directory / ".metadata"
     try:
@@ -223,11 +216,7 @@ def _read_slice(key: str, path: Path, offset: int, length: int) -> Tensor:
 
 
 def open_sharded_safetensors(directory: Path) -> ChunkedIndex:
-    """Opens safetensors files whose headers give the box of each tensor, as DCP writes them for transformers.
-
-    Raises:
-        LoadError: a file is damaged, or the boxes do not fit.
-    """
+    """Opens safetensors files whose headers give the box of each tensor, as DCP writes them for transformers."""
     dtypes: dict[str, torch.dtype] = {}
     chunks: dict[str, list[Chunk]] = {}
     for path in sorted(directory.glob(f"*{_SUFFIX}")):
@@ -265,10 +254,6 @@ def open_weights(path_or_hub_id: str | os.PathLike[str], **options: Any) -> Chec
     """Opens the weights of a directory or hub id: Hugging Face safetensors, DCP, or transformers' distributed format.
 
     `options` are `HUB_OPTIONS`.
-
-    Raises:
-        LoadError: nothing is there, it is damaged, its parts leave a gap, or it must be converted first.
-        UnsupportedError: a file is compressed.
     """
     directory = Path(path_or_hub_id) / (options.get("subfolder") or "")
     is_plain = any(directory.glob("model*.safetensors*")) if directory.is_dir() else True

@@ -59,12 +59,7 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
 
     @classmethod
     def open(cls, path_or_hub_id: str | os.PathLike[str], **options: Any) -> "CheckpointIndex":
-        """Opens a local directory or a hub id; `options` are `HUB_OPTIONS`.
-
-        Raises:
-            LoadError: nothing there, no safetensors, a shard is missing, empty, truncated or damaged, or the index file
-                names a key that its shard does not hold.
-        """
+        """Opens a local directory or a hub id; `options` are `HUB_OPTIONS`."""
         files = locate_files(path_or_hub_id, **options)
         opened = {path: _open(path) for path in files.paths}
         index = cls(opened, os.fspath(path_or_hub_id), files.weight_map or {})

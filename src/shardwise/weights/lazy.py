@@ -99,9 +99,6 @@ class LazyTensor(torch.Tensor):
         """New tensor of `local_shape` that owns its storage, filled by `pieces` of this tensor.
 
         Elements go from the checkpoint directly to their place; nothing else of their size is allocated.
-
-        Raises:
-            LoadError: the checkpoint cannot be read.
         """
         out = torch.empty(tuple(local_shape), dtype=dtype or self.dtype, device=device)
         assert sum(volume(piece.local) for piece in pieces) == out.numel(), "pieces that leave a gap"

@@ -47,9 +47,6 @@ def locate_files(
         path_or_hub_id: A directory, or a hub id.
         variant: As in `model.fp16.safetensors`.
         options: The other `HUB_OPTIONS`.
-
-    Raises:
-        LoadError: there is no such directory or hub id, it holds no safetensors weights, or a shard is missing.
     """
     single, index = _add_variant(SAFE_WEIGHTS_NAME, variant), _add_variant(SAFE_WEIGHTS_INDEX_NAME, variant)
     directory = locate_source(path_or_hub_id, **options)
@@ -76,9 +73,6 @@ def locate_source(path_or_hub_id: str | os.PathLike[str], **hub_options: Any) ->
     """The directory that `path_or_hub_id` names; None for a hub id (no directory, but a valid name).
 
     If the cache has nothing of a hub id, the hub is asked once. The hub's own library would retry for half a minute.
-
-    Raises:
-        LoadError: there is no such directory, and the name is no hub id; or the hub does not answer.
     """
     path = Path(path_or_hub_id)
     exists = os.path.exists(path)  # noqa: PTH110 - pathlib raises where a name is too long

@@ -46,12 +46,7 @@ class _TensorReference:
 
 
 def open_nxd(directory: Path, layouts: Layouts) -> ChunkedIndex:
-    """Opens the model's tensors in the directory of a tag, or in one with a single tag. See [Note: joined by plan].
-
-    Raises:
-        LoadError: a file is missing or damaged.
-        UnsupportedError: it is not certain how several tp ranks divide a tensor.
-    """
+    """Opens the model's tensors in the directory of a tag, or in one with a single tag. See [Note: joined by plan]."""
     tags = [each.parent for each in sorted(directory.glob("*/model")) if any(each.glob("dp_rank_*"))]
     root = directory if (directory / "model").is_dir() or not tags else tags[0]
     if root != directory and len(tags) > 1:
@@ -92,11 +87,7 @@ def _runs(layout: Layout, shapes: Sequence[tuple[int, ...]]) -> list[Box] | None
 
 
 def open_optimum_neuron(directory: Path) -> ChunkedIndex:
-    """Opens the model's tensors in a directory with `shards/`, or in `shards/`. See [Note: heads of Optimum Neuron].
-
-    Raises:
-        LoadError: a file is missing or damaged, or contradicts the metadata.
-    """
+    """Opens the model's tensors in a directory with `shards/`, or in `shards/`. See [Note: heads of Optimum Neuron]."""
     root = directory / "shards" if (directory / "shards").is_dir() else directory
     tensors: dict[str, ChunkedTensor] = {}
     for stage, files in _stages(root / "model").items():

@@ -60,9 +60,6 @@ class StagedDirectory:
     Attributes:
         target: final place of the directory. An existing directory there is replaced.
         path: temporary place, under a name that `leftovers` finds.
-
-    Raises:
-        OSError: the directory cannot be made.
     """
 
     def __init__(self, target: Path) -> None:
@@ -75,11 +72,7 @@ class StagedDirectory:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def commit(self) -> None:
-        """Flushes all files, and renames the directory to the target.
-
-        Raises:
-            OSError: a file cannot be flushed or a directory renamed; the target is then unchanged.
-        """
+        """Flushes all files, and renames the directory to the target."""
         for each in (*self.path.rglob("*"), self.path):
             flush_path(each)
         aside = aside_of(self.target)

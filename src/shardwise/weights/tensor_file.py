@@ -51,9 +51,6 @@ class TensorFileWriter:
     Attributes:
         header_crc: CRC-32 of everything before the tensors' bytes.
         num_bytes: bytes written so far.
-
-    Raises:
-        OSError: the file cannot be made or written.
     """
 
     def __init__(self, path: Path, tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> None:

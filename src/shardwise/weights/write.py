@@ -117,9 +117,6 @@ class PretrainedWriter:
     Attributes:
         staging: hidden directory in the target that holds all files until `finish`.
         shards: the weight files in it.
-
-    Raises:
-        LoadError: the target cannot be made or written, or holds an adapter or a checkpoint of ours.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, max_shard_bytes: int, planned: Sequence[Planned]) -> None:
@@ -148,21 +145,13 @@ class PretrainedWriter:
         shutil.rmtree(self.staging, ignore_errors=True)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Writes the next full tensor.
-
-        Raises:
-            LoadError: it cannot be written.
-        """
+        """Writes the next full tensor."""
         with self.companions():
             self.shards.write(name, tensor)
 
     @contextmanager
     def companions(self) -> Iterator[Path]:
-        """Context manager: gives `staging` to a block in which other libraries write files beside the weights.
-
-        Raises:
-            LoadError: the block fails.
-        """
+        """Context manager: gives `staging` to a block in which other libraries write files beside the weights."""
         try:
             yield self.staging
         except ShardwiseError:
@@ -176,10 +165,6 @@ class PretrainedWriter:
 
         Args:
             metadata: for the index file, besides `total_size`; transformers writes `total_parameters`.
-
-        Raises:
-            LoadError: a tensor was not added, or a file cannot be written. Unless files were already being moved, the
-                target is unchanged.
         """
         self.shards.check_complete()
         with self.companions():
