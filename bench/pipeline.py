@@ -31,7 +31,7 @@ from sidebyside.stages import BY_HAND, OURS, Bubble, Step, measure_bubbles, meas
 from sidebyside.steps import Size
 
 from shardwise.ranks.spawn import spawn
-from shardwise.schedule.build import SCHEDULES
+from shardwise.schedule.schedule import SCHEDULES
 
 SIZE = Size(name="hidden 256, 16 x 128 in 8 microbatches", hidden=256, rows=16, length=128)
 QUICK = Size(name="hidden 64, 8 x 32 in 8 microbatches", hidden=64, layers=2, vocabulary=512, rows=8, length=32)

@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from shardwise.ranks import process as ranks
+from shardwise.ranks import rank as ranks
 
 sys.dont_write_bytecode = False
 gc.disable()  # until all is imported: of that nothing is garbage, and to look takes a sixth of the time

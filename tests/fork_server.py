@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.ranks import process
+from shardwise.ranks import rank
 
 _server: Any = forkserver._forkserver  # type: ignore[attr-defined]
 
@@ -21,7 +21,7 @@ def start(config: pytest.Config) -> str | None:
     """In the process that hands out tests, which outlives the others: the server's address."""
     if hasattr(_server, "_forkserver_authkey") or config.pluginmanager.has_plugin("tests.cost"):
         return None  # Python 3.14 has a server serve its own process alone
-    process.warm()
+    rank.warm()
     return str(_server._forkserver_address)
 
 

@@ -9,7 +9,7 @@ from shardwise.parameters.registry import Registry
 from shardwise.pipeline.runner import PipelineRunner
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan
 from shardwise.runtime.context import SplitContext
-from shardwise.schedule.build import build_schedule
+from shardwise.schedule.schedule import build_schedule
 from shardwise.stages.model import Stages, StageTensor
 
 WIDTH = 8

@@ -20,10 +20,10 @@ import torch
 from transformers import conversion_mapping
 
 import shardwise
+from shardwise.api.describing import fake_mesh
 from shardwise.parameters.canonical import canonical_tensors
 from shardwise.parameters.registry import find_parameters
 from shardwise.proof.parity import OPTIMIZER
-from shardwise.ranks.fake_mesh import fake_mesh
 from shardwise.topology.shape import MeshShape
 from tests.families import tiny_batch, tiny_model
 

@@ -22,7 +22,7 @@ from shardwise.pipeline.stage import Microbatch
 from shardwise.plan.options import Pipeline
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan
 from shardwise.runtime.context import SplitContext
-from shardwise.schedule.build import build_schedule
+from shardwise.schedule.schedule import build_schedule
 from shardwise.schedule.timeline import chrome_trace, draw_svg, timeline
 from shardwise.stages.model import Stages, StageTensor
 from sidebyside.steps import Contender, Size, seconds_of

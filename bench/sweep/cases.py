@@ -21,8 +21,8 @@ from shardwise.ranks.spawn import spawn
 from shardwise.runtime.modes import has_dropout
 from shardwise.search.planning import plan_for
 from shardwise.sharding.placement import Split
+from shardwise.tiny.inputs import loss_or_surrogate
 from shardwise.tiny.models import build_tiny_model, make_batch, set_runnable_mode, shrink_config
-from shardwise.tiny.objective import loss_or_surrogate
 from shardwise.topology.shape import MeshShape
 from sweep.checkpoints import reload_elsewhere
 from sweep.every_cut import prove_every_cut

@@ -13,8 +13,8 @@ from shardwise.mesh import Mesh
 from shardwise.parameters.canonical import canonical_tensors
 from shardwise.parameters.registry import find_parameters
 from shardwise.ranks.spawn import spawn
+from shardwise.tiny.inputs import loss_or_surrogate
 from shardwise.tiny.models import build_tiny_model, make_batch, set_runnable_mode
-from shardwise.tiny.objective import loss_or_surrogate
 from shardwise.topology.shape import MeshShape
 
 __all__ = ["LOADED_AT", "reload_elsewhere"]

@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig
 
 from shardwise.tiny import families as rules
 from shardwise.tiny.families import fields_of, layer_overrides, read_field, sub_configs
+from shardwise.tiny.inputs import loss_or_surrogate
 from shardwise.tiny.models import build_tiny_model, make_batch, set_runnable_mode, shrink_config
-from shardwise.tiny.objective import loss_or_surrogate
 from shardwise.tiny.shrink import shrink_layer_lists
 from sweep.known import default_config, model_class
 

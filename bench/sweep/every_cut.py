@@ -9,8 +9,8 @@ from torch import Tensor
 
 from shardwise.probe.layer_order import find_layer_order, train_in_stages
 from shardwise.proof.parity import Tolerance
+from shardwise.tiny.inputs import clone_batch, loss_or_surrogate
 from shardwise.tiny.models import build_tiny_model, make_batch, set_runnable_mode, shrink_config
-from shardwise.tiny.objective import clone_batch, loss_or_surrogate
 from sweep.known import default_config, model_class
 from sweep.stages import gradients_of, stages_of
 

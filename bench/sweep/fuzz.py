@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 import shardwise
 from shardwise.api import verifying
-from shardwise.comm.operations import all_gather_objects
+from shardwise.comm.collectives import all_gather_objects
 from shardwise.errors import PlanError, ShardwiseError, UnsupportedError
 from shardwise.estimate.cuts import fewest_microbatches
 from shardwise.mesh import Mesh

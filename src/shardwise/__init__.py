@@ -13,11 +13,11 @@ from shardwise.versions import warn_if_untested
 if TYPE_CHECKING:
     from shardwise.api.building import load as load
     from shardwise.api.building import parallelize as parallelize
+    from shardwise.api.checkpoints import export_pretrained as export_pretrained
+    from shardwise.api.checkpoints import full_gradients as full_gradients
+    from shardwise.api.checkpoints import full_state_dict as full_state_dict
     from shardwise.api.checkpoints import load_checkpoint as load_checkpoint
     from shardwise.api.checkpoints import save_checkpoint as save_checkpoint
-    from shardwise.api.state import export_pretrained as export_pretrained
-    from shardwise.api.state import full_gradients as full_gradients
-    from shardwise.api.state import full_state_dict as full_state_dict
     from shardwise.api.verifying import verify as verify
     from shardwise.errors import ShardwiseError as ShardwiseError
     from shardwise.mesh import Mesh as Mesh

@@ -12,12 +12,11 @@ from peft import LoraConfig
 
 import shardwise
 from shardwise import FsdpPolicy, Precision, Recompute
-from shardwise.api.describing import describe
-from shardwise.api.rehearsal import Rehearsal
+from shardwise.api.describing import Rehearsal, describe
 from shardwise.comm.count import CommunicationCount
 from shardwise.errors import MeshError
 from shardwise.loss import cross_entropy
-from shardwise.loss.deferred_logits import dropped_output
+from shardwise.loss.logits import dropped_output
 from shardwise.optim.gradients import gradients_of
 from shardwise.parallel.activation_memory import MemoryCount, PeakCount
 from shardwise.parameters.registry import registry_of

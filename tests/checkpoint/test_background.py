@@ -14,7 +14,7 @@ import pytest
 import shardwise
 from shardwise.checkpoint.writer import SaveJob
 from shardwise.errors import LoadError
-from shardwise.ranks.process import warm
+from shardwise.ranks.rank import warm
 from shardwise.ranks.spawn import spawn
 from tests.checkpoint.training import Training, differing
 

@@ -13,7 +13,7 @@ import shardwise
 from shardwise.errors import ConfigError, LayoutError, LoadError, ShardwiseError, UnsupportedError
 from shardwise.parameters.registry import local_part
 from shardwise.ranks.spawn import spawn
-from shardwise.weights.kinds import describe_kind
+from shardwise.weights.locate import describe_kind
 from tests.checkpoint.training import Training, differing
 
 pytestmark = pytest.mark.single

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.checkpoint.reader import open_checkpoint
+from shardwise.checkpoint.manifest import open_checkpoint
 from shardwise.checkpoint.store import find_tag
 from shardwise.errors import LayoutError, LoadError
 from shardwise.parameters.registry import local_part

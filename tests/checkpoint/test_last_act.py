@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import shardwise
 from shardwise.checkpoint.writer import SaveJob
-from shardwise.ranks.process import warm
+from shardwise.ranks.rank import warm
 from tests.checkpoint.training import Training
 
 pytestmark = pytest.mark.spawn

@@ -10,7 +10,7 @@ import transformers
 
 import shardwise
 from shardwise.checkpoint.states import common_state
-from shardwise.comm.operations import all_gather_objects
+from shardwise.comm.collectives import all_gather_objects
 from shardwise.optim.gradients import gradients_of
 from shardwise.parameters.canonical import canonical_tensors
 from shardwise.parameters.registry import find_parameters, local_part

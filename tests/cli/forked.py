@@ -15,7 +15,7 @@ import pytest
 
 from shardwise.cli import launch
 from shardwise.cli.main import main
-from shardwise.ranks.process import RankProcess
+from shardwise.ranks.rank import RankProcess
 
 SECONDS_TO_FIRST_STEP = 90.0
 

@@ -11,7 +11,7 @@ import pytest
 import transformers
 import yaml
 
-from shardwise.api.rehearsal import Rehearsal
+from shardwise.api.describing import Rehearsal
 from shardwise.cli.data import read_tokenizer
 from shardwise.cli.main import main
 from tests.cli.test_train import MODEL, make_tokenizer

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
 from shardwise.comm import collectives
+from shardwise.comm.collectives import functional_collectives
 from shardwise.comm.count import CommunicationCount
-from shardwise.comm.operations import functional_collectives
 from shardwise.comm.simulated import SimulatedGroup, run_ranks
 from shardwise.testing.spawn import spawn
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.comm import collectives, operations
+from shardwise.comm import collectives
 from shardwise.comm.count import CommunicationCount
 from shardwise.comm.simulated import run_ranks
 from shardwise.errors import RankError
@@ -23,7 +23,7 @@ from shardwise.plan.options import ParallelSpec
 from shardwise.probe.trial import SimulatedMesh
 from shardwise.ranks.spawn import spawn
 from shardwise.search.planning import plan_for
-from shardwise.tiny.objective import loss_or_surrogate
+from shardwise.tiny.inputs import loss_or_surrogate
 from shardwise.topology.shape import MeshShape
 from tests.families import FULL_PRODUCT, tiny_batch, tiny_model
 
@@ -60,15 +60,15 @@ SIZES = (100, 240, 247, 248, 249, 250, 2000)
 """Of objects: the largest of them about as long as what the first exchange has room for, and longer."""
 
 OPERATIONS = {
-    "sum": in_place(operations.all_reduce_),
-    "largest": in_place(lambda x, group: operations.all_reduce_(x, group, largest=True)),
-    "gather single": filled((6 * SIZE, 4), operations.all_gather_single),
-    "scatter single": filled((6 // SIZE, 4), operations.reduce_scatter_single),
-    "gather list": lambda x, group: torch.stack(operations.all_gather_list(x.detach(), group)),
+    "sum": in_place(collectives.all_reduce_),
+    "largest": in_place(lambda x, group: collectives.all_reduce_(x, group, largest=True)),
+    "gather single": filled((6 * SIZE, 4), collectives.all_gather_single),
+    "scatter single": filled((6 // SIZE, 4), collectives.reduce_scatter_single),
+    "gather list": lambda x, group: torch.stack(collectives.all_gather_list(x.detach(), group)),
     "objects of any size": lambda x, group: torch.tensor(
-        [[len(each) for each in operations.all_gather_objects("x" * size * group.rank(), group)] for size in SIZES]
+        [[len(each) for each in collectives.all_gather_objects("x" * size * group.rank(), group)] for size in SIZES]
     ),
-    "objects": lambda x, group: torch.tensor(operations.all_gather_objects(group.rank(), group)),
+    "objects": lambda x, group: torch.tensor(collectives.all_gather_objects(group.rank(), group)),
     "copy_to_region": collectives.copy_to_region,
     "reduce_from_region": lambda x, group: collectives.reduce_from_region(x * 2, group),
     "gather_to_region": lambda x, group: collectives.gather_to_region(x, group, dim=0),
@@ -181,7 +181,7 @@ def test_the_first_to_fail_is_heard_and_the_others_are_released():
     def fail_on_one(group):
         if group.rank() == 1:
             raise KeyError("mine")
-        return operations.all_gather_list(torch.ones(1), group)
+        return collectives.all_gather_list(torch.ones(1), group)
 
     with pytest.raises(KeyError, match="mine"):
         run_ranks(fail_on_one, 3)
@@ -191,7 +191,7 @@ def test_a_part_of_the_ranks_meets_on_its_own():
     def sums(group):
         pair = group.subgroup(((0, 1), (2, 3)))
         total = torch.tensor([float(group.rank())])
-        operations.all_reduce_(total, pair)
+        collectives.all_reduce_(total, pair)
         return int(total)
 
     assert run_ranks(sums, 4) == [1, 1, 5, 5]
@@ -200,7 +200,7 @@ def test_a_part_of_the_ranks_meets_on_its_own():
 def test_ranks_that_would_wait_for_ever_are_found_at_once():
     def skip_on_one(group):
         for _ in range(group.rank()):
-            operations.all_gather_list(torch.ones(1), group)
+            collectives.all_gather_list(torch.ones(1), group)
 
     with pytest.raises(RankError, match="never comes to this collective"):
         run_ranks(skip_on_one, 3)
@@ -211,7 +211,7 @@ def test_each_rank_has_the_callers_random_streams_for_itself():
         found = []
         for _ in range(2):
             found.append((float(torch.rand(())), numpy.random.rand(), random.random()))
-            operations.all_gather_list(torch.ones(1), group)
+            collectives.all_gather_list(torch.ones(1), group)
             if group.rank():
                 torch.rand(())
         return found

@@ -33,7 +33,7 @@ from shardwise.compat.nemo_automodel.distributed.parallelizer import _destroy_di
 from shardwise.compat.nemo_automodel.distributed.styles import RuleStyle, read_plan
 from shardwise.compat.warned import CompatWarning, warn_idle
 from shardwise.errors import ConfigError, GradientError, PlanError, ShardwiseError, UnsupportedError
-from shardwise.parallel.construction import initialize_meta
+from shardwise.parallel.build import initialize_meta
 from tests.families import FULL_PRODUCT, tiny_batch, tiny_model
 from tests.oracle import LOSS, differing, differing_gradients
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.data.batch import split_rows
-from shardwise.data.media import divide_media
+from shardwise.data.batch import divide_media, split_rows
 
 pytestmark = pytest.mark.single
 

@@ -13,7 +13,7 @@ from bench.onecard.reads import ReadCount
 from shardwise.data.rows import segment_inputs
 from shardwise.errors import UnsupportedError
 from shardwise.optim.gradients import gradients_of
-from shardwise.probe.documents import probe_document_masking
+from shardwise.probe.label_use import probe_document_masking
 from shardwise.train.step import TrainStep
 from tests.families import FULL_PRODUCT, tiny_model
 

@@ -13,7 +13,7 @@ from shardwise.estimate.cuts import balance, check_pipeline, cut
 from shardwise.plan.options import Pipeline, Recompute
 from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.structure import ModelFacts, ModuleFacts
-from shardwise.schedule.build import SCHEDULES
+from shardwise.schedule.schedule import SCHEDULES
 from shardwise.topology.shape import MeshShape
 
 pytestmark = pytest.mark.pure

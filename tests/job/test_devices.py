@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import shardwise
 from shardwise.errors import MeshError
-from shardwise.job import devices
-from shardwise.job.devices import check_own_cards, pick_device
+from shardwise.job import processes
+from shardwise.job.processes import check_own_cards, pick_device
 from shardwise.job.rendezvous import RankAddress
 from shardwise.ranks.spawn import spawn
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.single
 @pytest.fixture
 def machine(monkeypatch):
     """Pretends visible cards, and a place among the ranks of the machine; returns the cards made current."""
-    monkeypatch.delenv(devices.DEVICE_VARIABLE, raising=False)
+    monkeypatch.delenv(processes.DEVICE_VARIABLE, raising=False)
     current = []
 
     def pretend(cards, *, local_rank=0, local_world_size=1, asked=None):
@@ -32,7 +32,7 @@ def machine(monkeypatch):
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_world_size))
         if asked is not None:
-            monkeypatch.setenv(devices.DEVICE_VARIABLE, asked)
+            monkeypatch.setenv(processes.DEVICE_VARIABLE, asked)
         return current
 
     return pretend
@@ -83,7 +83,7 @@ def test_what_is_not_there_is_refused(machine, cards, place, device, parts):
 @pytest.mark.parametrize(("cards", "shared"), [(("a", "b"), False), (("a", "a"), True)])
 def test_ranks_that_share_a_card_are_told_so_before_nccl_is_asked(monkeypatch, cards, shared):
     store = dist.HashStore()
-    store.set("card/1", f"{cards[1]} of {devices.socket.gethostname()}")
+    store.set("card/1", f"{cards[1]} of {processes.socket.gethostname()}")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=cards[0]))
     place = RankAddress(0, 2, "localhost", 1, True)
     if not shared:

@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 import shardwise
 import shardwise.job.processes
 from shardwise.errors import RankError
-from shardwise.job import heartbeat
-from shardwise.job.heartbeat import Beat, diagnose
+from shardwise.job import processes
+from shardwise.job.processes import Beat, diagnose
 from shardwise.ranks.spawn import spawn
 from tests.families import rows_of, tiny_batch, tiny_model
 from tests.job.test_rendezvous import Kept
@@ -40,7 +40,7 @@ def take_steps(mesh, stop, rank):
 
 def outcome_of_steps(layout, stop, rank=1):
     """How a run in which one rank does not come to step 3 ends on this one, what was said, and when."""
-    heartbeat.BEAT_SECONDS, heartbeat.ANSWER_SECONDS = 0.2, 1.0
+    processes.BEAT_SECONDS, processes.ANSWER_SECONDS = 0.2, 1.0
     kept = Kept()
     logging.getLogger("shardwise.job").addHandler(kept)
     start = time.monotonic()
@@ -118,7 +118,7 @@ def test_a_rank_that_fails_is_quoted(stop, own, quoted):
 
 
 def leave_early(layout):
-    heartbeat.BEAT_SECONDS = 0.2
+    processes.BEAT_SECONDS = 0.2
     try:
         with shardwise.Mesh.open(layout, timeout_seconds=SECONDS) as mesh:
             model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1), mesh)
@@ -140,7 +140,7 @@ def test_a_rank_whose_data_ends_early_is_named():
 
 def call_otherwise():
     """Rank 1 clips once more than rank 0, which goes on to the next forward."""
-    heartbeat.BEAT_SECONDS = 0.2
+    processes.BEAT_SECONDS = 0.2
     kept = Kept()
     logging.getLogger("shardwise.job").addHandler(kept)
     try:
@@ -164,7 +164,7 @@ def test_ranks_in_different_collectives_are_told_apart():
 
 def save_slowly(directory):
     """Every rank is inside of torch.distributed for much longer than a beat, and computes nothing."""
-    heartbeat.BEAT_SECONDS = 0.2
+    processes.BEAT_SECONDS = 0.2
     os.fsync = eval("lambda *_: sleep(4.0)", {"__name__": "os", "sleep": time.sleep})  # in stacks a frame of os
     with shardwise.Mesh.open("fsdp2") as mesh:
         dcp.save({"x": torch.ones(2)}, storage_writer=dcp.FileSystemWriter(directory))

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 import shardwise
-from shardwise.comm.operations import all_gather_objects
+from shardwise.comm.collectives import all_gather_objects
 from shardwise.parameters.replicas import find_unequal_replicas
 from shardwise.topology.shape import DATA_AXES
 from tests.families import FULL_PRODUCT

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from shardwise.ranks.process import warm
+from shardwise.ranks.rank import warm
 from tests.lightning.modules import Automatic, loader, trainer
 
 pytestmark = pytest.mark.spawn

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities import grad_norm
 
 import shardwise
-from shardwise.comm.operations import all_gather_objects
+from shardwise.comm.collectives import all_gather_objects
 from shardwise.errors import BatchError, UnsupportedError
 from shardwise.lightning import ShardwiseStrategy, ShardwiseTensorBoardLogger, ShardwiseTQDMProgressBar
 from shardwise.optim.gradients import gradients_of

@@ -25,7 +25,7 @@ from shardwise.parallel.facts import decide_split, read_facts
 from shardwise.parameters.registry import registry_of
 from shardwise.plan.adapters import plan_adapter
 from shardwise.plan.options import FsdpPolicy, ParallelSpec
-from shardwise.probe import adapters
+from shardwise.probe import trial
 from shardwise.probe.trial import Trial
 from shardwise.runtime.adapter_facts import find_model
 from shardwise.search.planning import plan_for
@@ -313,9 +313,7 @@ def test_trained_rows_of_a_tied_weight_are_not_cut_into_stages():
 def test_adapters_of_a_derived_plan_are_tried_once_and_kept(monkeypatch):
     model = with_lora("gpt2", r=3, lora_dropout=0.1)
     tried = []
-    monkeypatch.setattr(
-        adapters, "_try", lambda *given, run=adapters._try, **more: tried.append(1) or run(*given, **more)
-    )
+    monkeypatch.setattr(trial, "_try", lambda *given, run=trial._try, **more: tried.append(1) or run(*given, **more))
     plans = [plan_for(model, ParallelSpec(), num_parts=2) for _ in range(2)]
     assert plans[0] == plans[1] and tried == [1]
 

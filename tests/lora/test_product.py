@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file
 
 import shardwise
-from shardwise.comm.operations import all_gather_objects
+from shardwise.comm.collectives import all_gather_objects
 from shardwise.lora.files import adapter_state
 from shardwise.parameters.replicas import find_unequal_replicas
 from shardwise.plan.options import Recompute

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwise
 from shardwise.comm.count import CommunicationCount
 from shardwise.loss import cross_entropy
-from shardwise.loss.deferred_logits import DeferredLogits, DeferringHead, apply_deferral
+from shardwise.loss.logits import DeferredLogits, DeferringHead, apply_deferral
 from shardwise.parallel.activation_memory import PeakCount
 from shardwise.runtime.context import Axis, SplitContext
 from tests.families import rows_of, tiny_batch, tiny_model

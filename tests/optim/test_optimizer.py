@@ -10,13 +10,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import shardwise
+from shardwise.api.describing import fake_mesh
 from shardwise.compat.layers.by_hand import adopt_model
 from shardwise.compat.neuronx_distributed.optimizer import build_sharded
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.optim.gradients import LossScale, gradients_of
 from shardwise.optim.plain_step import can_skip_on_device, stepping_class
 from shardwise.parameters.registry import registry_of
-from shardwise.ranks.fake_mesh import fake_mesh
 from shardwise.ranks.spawn import spawn
 from tests.families import rows_of, tiny_batch, tiny_model
 

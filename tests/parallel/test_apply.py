@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import shardwise
+from shardwise.api.describing import fake_mesh
 from shardwise.errors import ShardwiseError
 from shardwise.parameters.registry import is_split
-from shardwise.ranks.fake_mesh import fake_mesh
 from shardwise.topology.shape import MeshShape
 from tests.families import tiny_batch, tiny_model
 

@@ -10,7 +10,7 @@ import shardwise
 from shardwise.errors import LoadError
 from shardwise.parallel.build import read_config
 from shardwise.probe.disk_cache import read
-from shardwise.weights.kinds import check_no_checkpoint, kind_of
+from shardwise.weights.locate import check_no_checkpoint, kind_of
 from tests.families import tiny_model
 
 pytestmark = pytest.mark.single

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import shardwise
+from shardwise.api.describing import fake_mesh
 from shardwise.comm import collectives
-from shardwise.comm.operations import reduce_scatter_single
+from shardwise.comm.collectives import reduce_scatter_single
 from shardwise.errors import ConfigError, UnsupportedError
-from shardwise.ranks.fake_mesh import fake_mesh
 from shardwise.ranks.spawn import spawn
 from shardwise.topology.shape import MeshShape
 from tests.families import CACHE, FULL_PRODUCT, rows_of, tiny_batch, tiny_model

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import shardwise
 from bench.sweep.known import default_config
+from shardwise.api.describing import fake_mesh
 from shardwise.data.batch import count_targets
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.data_axes import find_units
-from shardwise.ranks.fake_mesh import fake_mesh
 from shardwise.ranks.spawn import spawn
 from shardwise.runtime import fsdp_internals
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config

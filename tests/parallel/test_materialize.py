@@ -9,10 +9,10 @@ from transformers import LlamaForCausalLM, TrOCRConfig, TrOCRForCausalLM
 
 import shardwise
 from bench.sweep.known import default_config, model_class
+from shardwise.api.describing import fake_mesh
 from shardwise.errors import UnsupportedError
 from shardwise.parameters.canonical import local_tensor
 from shardwise.parameters.registry import registry_of
-from shardwise.ranks.fake_mesh import fake_mesh
 from shardwise.tiny.models import build_tiny_model, shrink_config
 from shardwise.topology.shape import MeshShape
 from tests.families import FULL_PRODUCT

@@ -21,8 +21,8 @@ from shardwise.plan.spec import Plan
 from shardwise.probe.layer_order import find_layer_order, train_in_stages
 from shardwise.search.planning import plan_for
 from shardwise.stages.absent import Absent
+from shardwise.tiny.inputs import clone_batch
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
-from shardwise.tiny.objective import clone_batch
 from shardwise.topology.shape import MeshShape
 from tests.families import tiny_batch, tiny_model
 from tests.staged import StageMesh, split_and_train

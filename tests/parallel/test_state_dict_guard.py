@@ -13,7 +13,7 @@ import shardwise
 from shardwise.errors import ConfigError, LoadError, UnsupportedError
 from shardwise.ranks.spawn import spawn
 from shardwise.weights import write
-from shardwise.weights.tensor_file import TensorFileWriter
+from shardwise.weights.write import TensorFileWriter
 from tests.families import tiny_batch, tiny_model
 from tests.oracle import differing
 

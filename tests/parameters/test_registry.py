@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardwise
+from shardwise.api.describing import fake_mesh
 from shardwise.comm.simulated import run_ranks
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.parallel.apply import apply_plan
@@ -27,7 +28,6 @@ from shardwise.parameters.registry import (
 )
 from shardwise.plan.options import ParallelSpec
 from shardwise.probe.trial import SimulatedMesh
-from shardwise.ranks.fake_mesh import fake_mesh
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.placement import Split
 from shardwise.topology.shape import MeshShape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.plan.options import FsdpPolicy
-from shardwise.schedule.build import SCHEDULES
+from shardwise.schedule.schedule import SCHEDULES
 from tests.pipeline.test_step import FAMILIES, train
 
 pytestmark = [pytest.mark.spawn, pytest.mark.timeout(1800)]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import shardwise
 from shardwise.comm.count import CommunicationCount
 from shardwise.pipeline.stage import Microbatch
-from shardwise.schedule.build import SCHEDULES
+from shardwise.schedule.schedule import SCHEDULES
 from shardwise.testing.spawn import spawn
 from tests.families import FULL_PRODUCT
 from tests.stub_stages import WIDTH, Blocks, stub_runner

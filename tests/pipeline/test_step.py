@@ -20,7 +20,7 @@ from shardwise.parameters.registry import registry_of
 from shardwise.pipeline.runner import runner_of
 from shardwise.plan.options import FsdpPolicy, Pipeline, Precision, Recompute
 from shardwise.proof.parity import measure
-from shardwise.schedule.build import SCHEDULES, build_schedule
+from shardwise.schedule.schedule import SCHEDULES, build_schedule
 from shardwise.topology.shape import MeshShape
 from tests.families import FULL_PRODUCT, MANY_STEPS, rows_of, tiny_batch, tiny_model
 from tests.oracle import differing, differing_gradients

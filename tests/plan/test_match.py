@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.plan.match import Matcher, match
+from shardwise.plan.spec import Matcher, match
 
 pytestmark = pytest.mark.pure
 

@@ -224,11 +224,11 @@ def test_what_cannot_be_spawned_is_refused_at_once():
 SCRIPT = """
 import multiprocessing, operator, os, signal, sys, time
 from pathlib import Path
-import shardwise.ranks.process
+import shardwise.ranks.rank
 from shardwise.errors import RankError
 from shardwise.ranks.spawn import spawn
 
-shardwise.ranks.process.PRELOADED = ()  # these ranks need nothing
+shardwise.ranks.rank.PRELOADED = ()  # these ranks need nothing
 
 def sleep(directory):
     (Path(directory) / os.environ["RANK"]).write_text(str(os.getpid()))

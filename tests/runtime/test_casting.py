@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.runtime.casting import Casting, cast_values
-from shardwise.runtime.reading import cast_in_forward, read_through
+from shardwise.runtime.reading import Casting, cast_in_forward, cast_values, read_through
 
 pytestmark = pytest.mark.single
 

@@ -8,8 +8,7 @@ from torch import nn
 
 from shardwise.comm.simulated import run_ranks
 from shardwise.runtime.context import Axis
-from shardwise.runtime.embedding import SplitEmbedding
-from shardwise.runtime.linear import apply_mixin
+from shardwise.runtime.linear import SplitEmbedding, apply_mixin
 
 pytestmark = pytest.mark.single
 

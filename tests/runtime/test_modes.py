@@ -8,7 +8,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.runtime.embedding import check_index
+from shardwise.runtime.linear import check_index
 from shardwise.runtime.modes import has_dropout, in_eval_mode, is_checkpointed, is_in_backward, leave_mode
 
 pytestmark = pytest.mark.single

@@ -13,8 +13,17 @@ from shardwise.comm.collectives import reduce_from_region
 from shardwise.comm.simulated import run_ranks
 from shardwise.errors import LayoutError, PlanError
 from shardwise.runtime.context import Axis, SplitContext
-from shardwise.runtime.region_edges import RegionExit, edge_of, install_region, mark_full_gradient
-from shardwise.runtime.sequence_edges import cut, install_owner, install_stack, own_part, pad
+from shardwise.runtime.region_edges import (
+    RegionExit,
+    cut,
+    edge_of,
+    install_owner,
+    install_region,
+    install_stack,
+    mark_full_gradient,
+    own_part,
+    pad,
+)
 
 pytestmark = pytest.mark.single
 

@@ -4,8 +4,7 @@ import re
 
 from hypothesis import strategies as st
 
-from shardwise.schedule.build import SCHEDULES, build_schedule
-from shardwise.schedule.schedule import Action, Kind, Overlap, Schedule
+from shardwise.schedule.schedule import SCHEDULES, Action, Kind, Overlap, Schedule, build_schedule
 
 
 @st.composite

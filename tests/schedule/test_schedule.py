@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.schedule.build import SCHEDULES, build_schedule
-from shardwise.schedule.schedule import Action, Kind, Overlap
+from shardwise.schedule.schedule import SCHEDULES, Action, Kind, Overlap, build_schedule
 from tests.schedule.strategies import schedules
 
 pytestmark = pytest.mark.pure

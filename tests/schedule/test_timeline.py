@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.schedule.build import build_schedule
-from shardwise.schedule.schedule import Action, Kind
+from shardwise.schedule.schedule import Action, Kind, build_schedule
 from shardwise.schedule.timeline import chrome_trace, describe_schedule, draw_svg, draw_text, timeline
 from tests.schedule.strategies import read_schedule, schedules
 

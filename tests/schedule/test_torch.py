@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from shardwise.errors import ConfigError
-from shardwise.schedule.build import build_schedule
+from shardwise.schedule.schedule import build_schedule
 from tests.families import FULL_PRODUCT
 
 pytestmark = pytest.mark.single

@@ -15,9 +15,9 @@ from transformers.modeling_outputs import CausalLMOutput
 from bench.sweep.known import default_config, model_class
 from shardwise.errors import PlanError
 from shardwise.parallel.facts import read_facts
+from shardwise.plan.regions import find_sequence
 from shardwise.plan.resolve import resolve
 from shardwise.plan.rule import InputRule, ParameterRule, SequenceRule
-from shardwise.plan.sequence_plan import find_sequence
 from shardwise.plan.spec import Plan
 from shardwise.probe.trial import Trial
 from shardwise.search.deriving import widen_regions

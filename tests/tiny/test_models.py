@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, BertConfig, EsmConfig, LlamaConfi
 
 from bench.sweep.known import architectures, default_config, model_class
 from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.tiny.inputs import has_loss
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
-from shardwise.tiny.objective import has_loss
 
 pytestmark = pytest.mark.single
 

@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
+from shardwise.api.describing import fake_mesh
 from shardwise.optim.gradients import gradients_of
-from shardwise.ranks.fake_mesh import fake_mesh
 from shardwise.topology.shape import MeshShape
 from tests.families import tiny_batch, tiny_model
 

@@ -16,7 +16,7 @@ from shardwise.errors import BatchError
 from shardwise.plan.options import FsdpPolicy, Recompute
 from shardwise.proof.parity import measure
 from shardwise.ranks.spawn import spawn
-from shardwise.tiny.objective import loss_or_surrogate
+from shardwise.tiny.inputs import loss_or_surrogate
 from tests.families import FULL_PRODUCT, num_steps, rows_of, tiny_batch, tiny_model
 
 pytestmark = pytest.mark.spawn

@@ -19,7 +19,7 @@ from rich.console import Console
 from bench.onecard.reads import ReadCount
 from shardwise.cli.training import JsonlLog, Screen, TensorBoardLog
 from shardwise.errors import BatchError, GradientError
-from shardwise.optim.host_copy import HostCopy
+from shardwise.optim.gradients import HostCopy
 from shardwise.train.loop import StepRecord, TrainingComponents, run_loop
 from shardwise.train.run_config import OptimizerConfig, ScheduleConfig, lr_factor
 from shardwise.train.step import StepResult

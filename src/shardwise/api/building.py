@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from shardwise.api.checkpoints import fill_model, holds_all
 from shardwise.api.prepare import check_options, fingerprint, prepare
 from shardwise.api.sources import SAME_FILES, WeightSource, build_meta
-from shardwise.checkpoint.reader import StoredParts
+from shardwise.checkpoint.manifest import StoredParts
 from shardwise.comm.agree import agree_on
 from shardwise.errors import LoadError
 from shardwise.lora.files import load_adapter_weights
@@ -20,7 +20,7 @@ from shardwise.mesh import Mesh
 from shardwise.parallel.build import as_dtype
 from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Pipeline, Precision, Recompute
 from shardwise.plan.spec import Plan
-from shardwise.weights.kinds import ADAPTER_CONFIG, check_no_checkpoint
+from shardwise.weights.locate import ADAPTER_CONFIG, check_no_checkpoint
 
 
 def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's

@@ -10,12 +10,10 @@ import transformers
 from torch import nn
 
 from shardwise.api.building import load
-from shardwise.api.checkpoints import load_checkpoint
+from shardwise.api.checkpoints import export_pretrained, load_checkpoint
 from shardwise.api.prepare import decide
-from shardwise.api.state import export_pretrained
 from shardwise.checkpoint.collect import model_key
-from shardwise.checkpoint.manifest import MANIFEST
-from shardwise.checkpoint.reader import StoredParts, open_checkpoint
+from shardwise.checkpoint.manifest import MANIFEST, StoredParts, open_checkpoint
 from shardwise.checkpoint.store import find_tag
 from shardwise.errors import LoadError, UnsupportedError
 from shardwise.lora.files import stored_names, write_adapter_files
@@ -29,7 +27,7 @@ from shardwise.topology.shape import MeshShape
 from shardwise.weights.conversion import has_tied_weights, plan_export, untie
 from shardwise.weights.foreign import config_place, open_weights
 from shardwise.weights.index import CheckpointIndex
-from shardwise.weights.kinds import ADAPTER_CONFIG, NXD, OPTIMUM_NEURON, kind_of
+from shardwise.weights.locate import ADAPTER_CONFIG, NXD, OPTIMUM_NEURON, kind_of
 from shardwise.weights.neuron_files import open_nxd, open_optimum_neuron
 from shardwise.weights.staging import disk_errors
 from shardwise.weights.write import PretrainedWriter

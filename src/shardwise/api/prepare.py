@@ -15,8 +15,7 @@ from transformers import PreTrainedConfig
 from shardwise.comm.agree import agree_on, gather_from_all, raise_on_all_ranks
 from shardwise.errors import ConfigError
 from shardwise.estimate.cuts import check_layers, check_pipeline
-from shardwise.lora.inject import check_adapters, check_prompts
-from shardwise.lora.wrapper import guard_wrapper
+from shardwise.lora.inject import check_adapters, check_prompts, guard_wrapper
 from shardwise.loss.label_use import LabelUse, label_use_of, note_label_use
 from shardwise.mesh import Mesh
 from shardwise.optim.gradients import track_gradients

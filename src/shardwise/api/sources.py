@@ -19,17 +19,25 @@ from shardwise.api.prepare import prepare
 from shardwise.checkpoint.background import join_saves
 from shardwise.checkpoint.load import open_on_all_ranks
 from shardwise.comm.agree import agree_on, run_serially
-from shardwise.comm.operations import all_gather_objects
+from shardwise.comm.collectives import all_gather_objects
 from shardwise.errors import UnsupportedError
 from shardwise.lora.inject import inject, inject_alike
 from shardwise.mesh import Mesh
-from shardwise.parallel.build import as_dtype, build_meta_model, named_class, read_config, read_generation_config
-from shardwise.parallel.construction import Construction
-from shardwise.parallel.loading import Allowed, find_weights, load_weights
-from shardwise.parallel.materialize import (
+from shardwise.parallel.build import (
+    Construction,
+    as_dtype,
+    build_meta_model,
+    named_class,
+    read_config,
+    read_generation_config,
+)
+from shardwise.parallel.loading import (
+    Allowed,
     attributes_of,
+    find_weights,
     initialize_attributes,
     initialize_missing,
+    load_weights,
     record_missing,
 )
 from shardwise.parameters.registry import Registry, Source, find_parameters

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from shardwise.api.building import parallelize
 from shardwise.api.prepare import decide
-from shardwise.comm.operations import all_reduce_
+from shardwise.comm.collectives import all_reduce_
 from shardwise.data.batch import count_targets, split_rows, target_names
 from shardwise.errors import ConfigError, PlanError, one_line
 from shardwise.estimate.cuts import check_pipeline, fewest_microbatches, smallest_schedule
@@ -40,9 +40,8 @@ from shardwise.proof.parity import (
 from shardwise.ranks.spawn import spawn
 from shardwise.runtime.adapter_facts import find_model
 from shardwise.runtime.modes import has_dropout
-from shardwise.tiny.inputs import Padding, add_media, missing_media
+from shardwise.tiny.inputs import Padding, add_media, has_loss, loss_or_surrogate, missing_media
 from shardwise.tiny.models import build_tiny_model, make_batch, set_runnable_mode, shrink_config
-from shardwise.tiny.objective import has_loss, loss_or_surrogate
 from shardwise.topology.shape import DATA_AXES, MeshShape
 from shardwise.train.step import TrainStep
 

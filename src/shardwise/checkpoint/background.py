@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from shardwise.checkpoint.writer import SaveJob
 from shardwise.comm.agree import check_calls, raise_on_all_ranks
-from shardwise.comm.operations import Group
+from shardwise.comm.collectives import Group
 from shardwise.job.processes import end_processes
 from shardwise.mesh import Mesh
 

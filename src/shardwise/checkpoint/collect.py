@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from shardwise.checkpoint.manifest import encode_tree
 from shardwise.checkpoint.states import common_state, random_axes, read_random
-from shardwise.checkpoint.tree import encode_tree
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.parameters.canonical import state_tensors
 from shardwise.parameters.registry import ParameterEntry, Registry, find_parameters, local_part
@@ -22,7 +22,7 @@ from shardwise.runtime.same_batch import describe_steps
 from shardwise.sharding.boxes import Box, intersect, move, slices
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.placement import OnCoords, Replicate
-from shardwise.weights.tensor_file import DTYPES, crc_of
+from shardwise.weights.write import DTYPES, crc_of
 
 
 @dataclass(frozen=True)

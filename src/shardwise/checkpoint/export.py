@@ -24,17 +24,15 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from shardwise.checkpoint.collect import slices_of
 from shardwise.comm.agree import raise_on_all_ranks
-from shardwise.comm.operations import Group, all_gather_objects, host_device, receive_, send
+from shardwise.comm.collectives import Group, all_gather_objects, host_device, receive_, send
 from shardwise.errors import LoadError, ShardwiseError
-from shardwise.parameters.at_rest import reshard
 from shardwise.parameters.canonical import computed_buffer, dtypes_of, state_names
-from shardwise.parameters.registry import find_parameters, local_part, named_entries, registry_of
+from shardwise.parameters.registry import find_parameters, local_part, named_entries, registry_of, reshard
 from shardwise.parameters.replicas import check_replicas
 from shardwise.sharding.boxes import slices
 from shardwise.sharding.division import WriteItem, assign_writers
 from shardwise.weights.conversion import ExportGroup, has_tied_weights, plan_export, untie
-from shardwise.weights.tensor_file import as_bytes
-from shardwise.weights.write import PlannedShards, PretrainedWriter
+from shardwise.weights.write import PlannedShards, PretrainedWriter, as_bytes
 
 WeightDelta = Callable[[Tensor], Tensor]
 

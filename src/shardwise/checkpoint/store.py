@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from shardwise.errors import ConfigError, LoadError, did_you_mean
-from shardwise.weights.kinds import describe_kind
+from shardwise.weights.locate import describe_kind
 from shardwise.weights.staging import find_asides, is_url, leftovers
 
 logger = logging.getLogger("shardwise.checkpoint")

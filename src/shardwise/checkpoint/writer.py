@@ -37,11 +37,10 @@ from shardwise.checkpoint.collect import (
 from shardwise.checkpoint.manifest import INDEX, FileFacts, Manifest, part_name, write_index, write_manifest
 from shardwise.checkpoint.store import LATEST, check_place, clean, list_checkpoints, lock, prune
 from shardwise.comm.agree import agree_on, all_reduce_int, raise_on_all_ranks
-from shardwise.comm.operations import Group, all_gather_objects, broadcast_object, gather_objects
+from shardwise.comm.collectives import Group, all_gather_objects, broadcast_object, gather_objects
 from shardwise.errors import ConfigError, LoadError, ShardwiseError
 from shardwise.mesh import Mesh
-from shardwise.parameters.at_rest import reshard
-from shardwise.parameters.registry import Registry, local_part, registry_of
+from shardwise.parameters.registry import Registry, local_part, registry_of, reshard
 from shardwise.parameters.replicas import check_replicas, replica_mismatch_word
 from shardwise.parameters.source import unchanged_names
 from shardwise.runtime.adapter_facts import has_adapters
@@ -50,7 +49,7 @@ from shardwise.sharding.division import Division, assign_writers
 from shardwise.sharding.layout import Layout
 from shardwise.versions import __version__
 from shardwise.weights.staging import StagedDirectory, atomic_file
-from shardwise.weights.tensor_file import TensorFileWriter
+from shardwise.weights.write import TensorFileWriter
 
 logger = logging.getLogger("shardwise.checkpoint")
 

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         open_anywhere,
     )
     from shardwise.cli.data import read_tokenizer
-    from shardwise.weights.kinds import CONVERTIBLE, kind_of
+    from shardwise.weights.locate import CONVERTIBLE, kind_of
 
     tokenizer = read_tokenizer(arguments.tokenizer, option="--tokenizer") if arguments.tokenizer else None
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None

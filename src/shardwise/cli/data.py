@@ -15,7 +15,7 @@ from rich.progress import Progress
 from shardwise.cli.config_file import Problems
 from shardwise.cli.launch import local_rank
 from shardwise.comm.agree import agree_on, run_on_local_rank_0
-from shardwise.comm.operations import Group
+from shardwise.comm.collectives import Group
 from shardwise.data.config import DataConfig, held_out, patterns_of, rows_of
 from shardwise.data.corpus import DataSource, Encoder, dataset_source, digest, file_source, find_files
 from shardwise.data.documents import (

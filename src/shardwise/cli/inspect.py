@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import LoadError, counted
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint.reader import StoredParts
+    from shardwise.checkpoint.manifest import StoredParts
 
 
 HELP = """\

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from shardwise.errors import RankError
 from shardwise.failure import ERROR_FILE, Failure, record
-from shardwise.ranks.process import ENDING, RankProcess, local_variables, warm
+from shardwise.ranks.rank import ENDING, RankProcess, local_variables, warm
 
 INTERRUPTED = 128 + signal.SIGINT
 SECONDS_TO_SHUT_DOWN = 10

@@ -8,9 +8,9 @@ import torch
 import transformers
 
 from shardwise.api.building import load_by_spec
-from shardwise.api.rehearsal import Rehearsal
+from shardwise.api.describing import Rehearsal
 from shardwise.checkpoint.export import export_bytes
-from shardwise.checkpoint.reader import StoredParts
+from shardwise.checkpoint.manifest import StoredParts
 from shardwise.cli.config_file import Problems, config_error
 from shardwise.cli.data import build_encoder, check_records, load_tokenizer
 from shardwise.cli.inputs import adapter_of, check_place, compilation_of, find_optimizer
@@ -22,7 +22,7 @@ from shardwise.mesh import Mesh
 from shardwise.optim.optimizer import build_optimizer
 from shardwise.parallel.build import model_class_of, num_positions, read_config
 from shardwise.plan.options import ParallelSpec, Precision
-from shardwise.probe.documents import probe_document_masking
+from shardwise.probe.label_use import probe_document_masking
 from shardwise.topology.shape import MeshShape
 from shardwise.train.run_config import OptimizerConfig, Problem, TrainConfig
 

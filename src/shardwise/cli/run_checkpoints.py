@@ -23,16 +23,16 @@ from rich.console import Console
 from shardwise.api.checkpoints import load_checkpoint, restore, save_checkpoint
 from shardwise.checkpoint.background import join_saves
 from shardwise.checkpoint.load import LoadTarget, open_on_all_ranks
-from shardwise.checkpoint.reader import StoredParts
+from shardwise.checkpoint.manifest import StoredParts
 from shardwise.checkpoint.store import clean, find_tags, lock
 from shardwise.checkpoint.writer import as_load_error
 from shardwise.comm.agree import gather_from_all, raise_on_all_ranks
-from shardwise.comm.operations import all_reduce_, host_device
+from shardwise.comm.collectives import all_reduce_, host_device
 from shardwise.data.ahead import PackedBatches, PrefetchLoader
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.parameters.registry import registry_of
-from shardwise.ranks.process import ENDING
+from shardwise.ranks.rank import ENDING
 from shardwise.train.run_config import CheckpointConfig, TrainConfig
 
 _VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}

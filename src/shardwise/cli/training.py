@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from shardwise.api.state import export_pretrained
+from shardwise.api.checkpoints import export_pretrained
 from shardwise.checkpoint.export import export_bytes
 from shardwise.cli.config_file import config_error, dump_config
 from shardwise.cli.data import load_tokenizer, prepare_rows

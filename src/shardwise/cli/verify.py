@@ -4,7 +4,7 @@ import argparse
 import os
 
 from shardwise.cli.plan import add_target, find_target
-from shardwise.ranks.process import warm
+from shardwise.ranks.rank import warm
 
 HELP = """\
 Build a tiny model (same architecture, few and narrow layers), run it unsplit and split over CPU ranks, and compare

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardwise.comm.operations import (
+from shardwise.comm.collectives import (
     Group,
     all_gather_later,
     all_gather_objects,

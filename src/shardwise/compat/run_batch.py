@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.comm.agree import raise_on_all_ranks
-from shardwise.comm.operations import all_reduce_
+from shardwise.comm.collectives import all_reduce_
 from shardwise.data.batch import check_rows, count_targets, split_rows, target_names
 from shardwise.errors import BatchError, UnsupportedError
 from shardwise.optim.gradients import gradients_of

@@ -4,7 +4,7 @@
 Several documents share a row and must not attend to each other. Positions restart at 0 in each document, from which
 transformers' models make the mask (`masking_utils.find_packed_sequence_indices`, without attention mask and cache).
 Models that also need a mask get one of four dims. The rest of a row is padding, one more document without targets. The
-first token of a document is no target, because the token before it belongs to another document. `probe/documents.py`
+first token of a document is no target, because the token before it belongs to another document. `probe/label_use.py`
 tests whether a model keeps documents apart.
 """
 

@@ -17,8 +17,7 @@ from shardwise.errors import ConfigError, counted
 from shardwise.plan.options import Pipeline, Recompute
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan
 from shardwise.plan.structure import ModelFacts, parent_of, upwards
-from shardwise.schedule.build import build_schedule
-from shardwise.schedule.schedule import Schedule
+from shardwise.schedule.schedule import Schedule, build_schedule
 from shardwise.topology.shape import MeshShape
 
 Cost = Callable[[int, int], int]

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 
 from shardwise.api.checkpoints import load_checkpoint, save_checkpoint
 from shardwise.checkpoint.manifest import MANIFEST
-from shardwise.comm.operations import broadcast_object
+from shardwise.comm.collectives import broadcast_object
 from shardwise.errors import LoadError, UnsupportedError, counted
 
 _TENSORS = ("state_dict", "optimizer_states")

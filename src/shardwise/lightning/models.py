@@ -20,14 +20,13 @@ from transformers import PreTrainedModel
 
 from shardwise.api.building import parallelize
 from shardwise.comm.agree import raise_on_all_ranks
-from shardwise.comm.operations import Group, all_reduce_, broadcast_
+from shardwise.comm.collectives import Group, all_reduce_, broadcast_
 from shardwise.data.batch import check_divides, make_up_targets, target_names, targets_of
 from shardwise.errors import ConfigError, LayoutError, UnsupportedError
 from shardwise.loss.label_use import check_model_divides
 from shardwise.mesh import Mesh
 from shardwise.optim.gradients import Gradients, gradients_of
-from shardwise.parameters.at_rest import reshard
-from shardwise.parameters.registry import Registry, entry_of, is_split, registry_of
+from shardwise.parameters.registry import Registry, entry_of, is_split, registry_of, reshard
 from shardwise.plan.options import ParallelSpec
 from shardwise.runtime.adapter_facts import find_model, has_adapters
 from shardwise.runtime.linear import apply_mixin

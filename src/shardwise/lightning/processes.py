@@ -9,8 +9,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from shardwise.comm.agree import all_reduce_int
-from shardwise.comm.collectives import gather_to_region
-from shardwise.comm.operations import broadcast_object
+from shardwise.comm.collectives import broadcast_object, gather_to_region
 from shardwise.errors import MeshError, counted
 from shardwise.mesh import Mesh
 from shardwise.topology.shape import DATA_AXES, MeshShape

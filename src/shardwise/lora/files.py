@@ -15,14 +15,12 @@ from torch import Tensor, nn
 
 from shardwise.comm.agree import gather_from_all
 from shardwise.errors import LoadError, counted, one_line
-from shardwise.lora.inject import peft
-from shardwise.lora.wrapper import named_biases
-from shardwise.parameters.at_rest import reshard
+from shardwise.lora.inject import named_biases, peft
 from shardwise.parameters.canonical import canonical_tensor, dtypes_of, names_only, state_names
-from shardwise.parameters.registry import Registry, named_entries, registry_of
+from shardwise.parameters.registry import Registry, named_entries, registry_of, reshard
 from shardwise.plan.structure import fqn_of
 from shardwise.runtime.adapter_facts import find_model
-from shardwise.weights.kinds import ADAPTER_CONFIG
+from shardwise.weights.locate import ADAPTER_CONFIG
 from shardwise.weights.staging import atomic_file
 
 _PREFIX = "base_model.model."

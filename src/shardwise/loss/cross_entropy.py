@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.comm.agree import all_reduce_int
-from shardwise.comm.operations import all_gather_single
+from shardwise.comm.collectives import all_gather_single
 from shardwise.runtime.context import Axis
-from shardwise.runtime.embedding import check_index
+from shardwise.runtime.linear import check_index
 
 CHUNK_ELEMENTS = 2**26
 """Logits that are made at a time where they are not needed together: 256 MiB in float32."""

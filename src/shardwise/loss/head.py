@@ -19,8 +19,7 @@ from transformers import Cache, EncoderDecoderCache
 from shardwise.comm.collectives import as_dtensor, copy_to_region, gather_full, scale_gradient
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.loss.cross_entropy import LossOptions, split_cross_entropy
-from shardwise.loss.deferred_logits import DeferredLogits, go_on, make
-from shardwise.loss.logits import SplitLogits, as_logits
+from shardwise.loss.logits import DeferredLogits, SplitLogits, as_logits, go_on, make
 from shardwise.runtime.arguments import Arguments, edit_arguments
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.modes import refuse_compiled

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from shardwise.errors import ConfigError
 from shardwise.optim.gradients import gradients_of
 from shardwise.optim.summing import multiply
-from shardwise.parameters.at_rest import reshard
 from shardwise.parameters.local_gradient import complete_norms, norm_of_owned
 from shardwise.parameters.registry import (
     ParameterEntry,
@@ -18,6 +17,7 @@ from shardwise.parameters.registry import (
     find_parameters,
     local_part,
     registry_of,
+    reshard,
 )
 
 

@@ -27,12 +27,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from shardwise.comm.operations import all_reduce_, host_device
+from shardwise.comm.collectives import all_reduce_, host_device
 from shardwise.errors import LayoutError, UnsupportedError
-from shardwise.optim.host_copy import HostCopy
 from shardwise.optim.summing import complete_gradients, scale_back_to_partial, time_reduction
 from shardwise.parameters.assigned import adopt_parameters, note_inputs
-from shardwise.parameters.at_rest import forget_unreduced
 from shardwise.parameters.local_gradient import as_local_gradient
 from shardwise.parameters.registry import (
     DataHandling,
@@ -40,10 +38,36 @@ from shardwise.parameters.registry import (
     Registry,
     entry_of,
     find_parameters,
+    forget_unreduced,
     mark,
     registry_of,
 )
 from shardwise.runtime.modes import refuse_wrapped
+
+
+class HostCopy:
+    """A tensor that is copied to the host asynchronously.
+
+    Args:
+        value: tensor of any shape, as it is at this point of the device's queue.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if value.device.type != "cuda":
+            self._host = value.detach().to("cpu", copy=True)
+            return
+        self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        self._host.copy_(value.detach(), non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def read(self) -> Any:
+        """The numbers as Python values; waits only for the copy."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.numpy().tolist()
+
 
 _ATTRIBUTE = "_shardwise_gradients"
 _WATCHED = "_shardwise_watched"

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import GradientError
 from shardwise.optim.clip import clip_grad_norm_
-from shardwise.optim.gradients import Gradients, gradients_of
-from shardwise.optim.host_copy import HostCopy
+from shardwise.optim.gradients import Gradients, HostCopy, gradients_of
 from shardwise.optim.plain_step import can_skip_on_device, skip_step_on_device
 from shardwise.parameters.registry import local_part
 

@@ -16,10 +16,9 @@ from shardwise.optim.elementwise import assume_elementwise, check_optimizer
 from shardwise.optim.gradients import gradients_of
 from shardwise.optim.nonfinite import check_finite_before_step
 from shardwise.optim.plain_step import inner_of, stepping_class, with_fused
-from shardwise.parameters.at_rest import reshard
-from shardwise.parameters.registry import canonical_entries, entry_of, registry_of
-from shardwise.plan.match import match
+from shardwise.parameters.registry import canonical_entries, entry_of, registry_of, reshard
 from shardwise.plan.options import check_kind
+from shardwise.plan.spec import match
 from shardwise.runtime.fsdp_internals import gathered_parameters
 
 _MODEL = "_shardwise_model"

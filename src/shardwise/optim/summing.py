@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.operations import Group, all_reduce_, host_device
+from shardwise.comm.collectives import Group, all_reduce_, host_device
 from shardwise.errors import GradientError, UnsupportedError
 from shardwise.mesh import Mesh
 from shardwise.parameters.registry import DataHandling, ParameterEntry, Registry, entry_of, local_part

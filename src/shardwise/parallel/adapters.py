@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.operations import broadcast_object
+from shardwise.comm.collectives import broadcast_object
 from shardwise.errors import UnsupportedError
 from shardwise.parameters.canonical import local_tensor
 from shardwise.parameters.registry import DataHandling, ParameterEntry, Registry, attach_entry, axes_of

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 from shardwise.errors import ConfigError, PlanError, UnsupportedError
-from shardwise.loss.deferred_logits import apply_deferral
+from shardwise.loss.logits import apply_deferral
 from shardwise.mesh import Mesh
 from shardwise.parallel.adapters import apply_adapters
 from shardwise.parallel.compiled import apply_compilation, check_compilation
@@ -32,11 +32,10 @@ from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec, Precision
 from shardwise.runtime.adapter_facts import find_model
 from shardwise.runtime.arguments import Arguments, edit_arguments
-from shardwise.runtime.casting import Casting
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.host_masks import leave_out_cache
 from shardwise.runtime.modes import check_unwrapped, has_dropout
-from shardwise.runtime.reading import cast_in_forward, read_through
+from shardwise.runtime.reading import Casting, cast_in_forward, read_through
 from shardwise.topology.shape import UNSERVED_AXES, MeshShape
 
 

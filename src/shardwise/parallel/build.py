@@ -1,19 +1,207 @@
-"""Builds a transformers model on the meta device from a directory, a hub id or a config."""
+"""Builds a transformers model on the meta device, and records how, to compute the value of any tensor later.
 
+# [Note: recorded construction]
+transformers initializes weights in two steps. Constructors give values (a head's bias of zeros, a table of
+multipliers). Then `_init_weights` overwrites most of them, module by module. Both steps read sizes and counts of
+modules, so they must run on the unsplit model, which may not fit in memory. So the unsplit model is built on the meta
+device, and every operation that makes or changes a tensor is recorded. To get a tensor's value, the operations that
+lead to it are replayed on the CPU.
+"""
+
+from __future__ import annotations
+
+import copy
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from shardwise.errors import ConfigError, LoadError, UnsupportedError, one_line
-from shardwise.weights.kinds import check_no_checkpoint
-from shardwise.weights.locate import HUB_OPTIONS, locate_source
+from shardwise.weights.locate import HUB_OPTIONS, check_no_checkpoint, locate_source
+
+_FROM_DATA = (torch.tensor, torch.as_tensor)
+"""Functions that leave no trace below Python when they copy data to the meta device."""
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """One recorded call that made or changed tensors. `written`: ids of the storages that it wrote."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+    written: frozenset[int]
+
+
+class Construction:
+    """Context manager that records the operations on tensors inside, and keeps the tensors alive (meta tensors take no
+    memory).
+    """
+
+    def __init__(self) -> None:
+        self._operations: list[_Operation] = []
+        self._modes = ExitStack()
+
+    def __enter__(self) -> Construction:
+        self._modes.enter_context(_DataRecorder(self._record))
+        self._modes.enter_context(_OperationRecorder(self._record))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._modes.close()
+
+    def _record(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        written = frozenset(map(_storage, _tensors(out)))
+        if written:  # parameters may be given other memory when the model is split: aliases keep this one
+            args, kwargs, out = tree_map_only(Tensor, Tensor.detach, (args, kwargs, out))
+            self._operations.append(_Operation(function, args, kwargs, out, written))
+
+    @torch.no_grad()
+    def values(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Values of meta tensors, on the CPU. Elements that were never written are NaN.
+
+        Random values are drawn anew from torch's default generator, once for all of `tensors`.
+        """
+        needed, operations = {_storage(value) for value in tensors}, []
+        for operation in reversed(self._operations):
+            if operation.written & needed:
+                needed.update(map(_storage, _tensors((operation.args, operation.kwargs))))
+                operations.append(operation)
+        replay = _Replay()
+        for operation in reversed(operations):
+            replay.run(operation)
+        return [replay.real(value).clone() for value in tensors]
+
+
+class _DataRecorder(TorchFunctionMode):
+    def __init__(self, record: Callable[..., None]) -> None:
+        super().__init__()
+        self._record = record
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _FROM_DATA:
+            self._record(func, args, kwargs or {}, out)
+        return out
+
+
+class _OperationRecorder(TorchDispatchMode):
+    def __init__(self, record: Callable[..., None]) -> None:
+        super().__init__()
+        self._record = record
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and "empty" not in func.__name__:  # neither gives a tensor any value
+            self._record(func, args, kwargs or {}, out)
+        return out
+
+
+class _Replay:
+    """Replays recorded operations on the CPU."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def run(self, operation: _Operation) -> None:
+        """Runs one operation. The operations that made its inputs must have run."""
+        args, kwargs = tree_map(self._argument, (operation.args, operation.kwargs))
+        if kwargs.get("device") is not None:
+            kwargs["device"] = "cpu"
+        found = operation.function(*args, **kwargs)
+        for recorded, value in zip(_tensors(operation.out), _tensors(found), strict=True):
+            if _storage(recorded) not in self._storages:
+                self.real(recorded).copy_(value)
+
+    def _argument(self, value: Any) -> Any:
+        is_recorded = isinstance(value, Tensor) and (value.is_meta or _storage(value) in self._storages)
+        return self.real(value) if is_recorded else value
+
+    def real(self, recorded: Tensor) -> Tensor:
+        """The real tensor for a recorded one: a view of a real storage that starts as NaN."""
+        key, dtype = _storage(recorded), recorded.dtype
+        if key not in self._storages:
+            values = torch.zeros(recorded.untyped_storage().nbytes() // recorded.itemsize, dtype=dtype)
+            self._storages[key] = (values.fill_(torch.nan) if dtype.is_floating_point else values).untyped_storage()
+        place = recorded.storage_offset(), recorded.shape, recorded.stride()
+        return torch.empty(0, dtype=dtype).set_(self._storages[key], *place)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (value for value in tree_leaves(values) if isinstance(value, Tensor))
+
+
+def _storage(tensor: Tensor) -> int:
+    """Id that is equal for tensors that share memory."""
+    return tensor.untyped_storage()._cdata
+
+
+def initialize_meta(model: nn.Module) -> None:
+    """Initializes a meta model on the CPU, in place. A real model is not changed.
+
+    Draws from torch's default generator, which must be seeded alike on every rank.
+    """
+    if not any(value.is_meta for value in (*model.parameters(), *model.buffers())):
+        return
+    if isinstance(model, PreTrainedModel):
+        fresh = dict(type(model)(copy.deepcopy(model.config)).to(model.dtype).named_modules())
+        for name, module in model.named_modules():
+            other = fresh.get(name)
+            if other is not None and type(other) is type(module):  # else a parallel layer has taken its place
+                _take_values(module, other)
+    holding = [(name, module) for name, module in model.named_modules() if _has_meta(module)]
+    unable = [name for name, module in holding if not callable(getattr(module, "reset_parameters", None))]
+    if unable:
+        raise UnsupportedError(
+            f"{unable[0] or type(model).__name__} is on the meta device and has no reset_parameters()",
+            fix="give it one that sets every parameter and buffer, or build the model on a real device",
+        )
+    allocate_meta(model)
+    for _, module in holding:
+        module.reset_parameters()
+
+
+def _take_values(module: nn.Module, fresh: nn.Module) -> None:
+    for name, value in module._parameters.items():
+        if value is not None and (start := fresh._parameters[name]) is not None:
+            start.__dict__.update(vars(value))
+            start.requires_grad = value.requires_grad
+            module._parameters[name] = start
+    module._buffers.update(fresh._buffers)
+
+
+def allocate_meta(model: nn.Module, device: torch.device | str = "cpu") -> None:
+    """Allocates meta parameters and buffers with undefined values, in place. Real tensors stay.
+
+    Unlike `Module.to_empty`, shared parameters stay shared, and parameters keep their attributes.
+    """
+    new: dict[int, nn.Parameter] = {}
+    for module in list(model.modules()):
+        for name, value in module._parameters.items():
+            if value is not None and value.is_meta:
+                if id(value) not in new:
+                    new[id(value)] = nn.Parameter(torch.empty_like(value, device=device), value.requires_grad)
+                    new[id(value)].__dict__.update(vars(value))
+                module._parameters[name] = new[id(value)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def _has_meta(module: nn.Module) -> bool:
+    own = (*module._parameters.values(), *module._buffers.values())
+    return any(value is not None and value.is_meta for value in own)
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

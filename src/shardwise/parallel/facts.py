@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.data.media import is_medium
+from shardwise.data.batch import is_medium
 from shardwise.estimate.cuts import cut
 from shardwise.estimate.flops import count_work
 from shardwise.plan.adapters import stages_with_adapters, with_adapters

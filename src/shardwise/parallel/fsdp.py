@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_map
 
 from shardwise.errors import UnsupportedError
 from shardwise.mesh import Mesh
-from shardwise.parameters.at_rest import forget_unreduced, reshard
-from shardwise.parameters.registry import DataHandling, Registry, attach_registry
+from shardwise.parameters.registry import DataHandling, Registry, attach_registry, forget_unreduced, reshard
 from shardwise.plan.options import FsdpPolicy
 from shardwise.plan.structure import nearest, outermost, outermost_layers, parent_of, upwards
 from shardwise.runtime.fsdp_internals import (

@@ -19,12 +19,12 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
-from shardwise.comm.operations import functional_collectives
+from shardwise.comm.collectives import functional_collectives
 from shardwise.errors import ConfigError
 from shardwise.parallel.facts import read_facts
 from shardwise.parameters.registry import Registry
-from shardwise.plan.match import match
 from shardwise.plan.options import Recompute
+from shardwise.plan.spec import match
 from shardwise.plan.structure import LayerStack, is_within, outermost, outermost_layers
 from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.region_edges import with_own_sums

@@ -16,8 +16,7 @@ from shardwise.plan.decision import ParameterPlan, SplitPlan
 from shardwise.plan.structure import Heads, is_within, nearest, parent_of
 from shardwise.runtime.adapter_facts import unwrapped
 from shardwise.runtime.context import SplitContext
-from shardwise.runtime.embedding import SplitEmbedding
-from shardwise.runtime.linear import BiasRead, RowSplit, apply_mixin
+from shardwise.runtime.linear import BiasRead, RowSplit, SplitEmbedding, apply_mixin
 from shardwise.runtime.local_inputs import install_local_shapes, install_shares, install_sliced
 from shardwise.runtime.norm import SplitNorm
 from shardwise.runtime.outputs import install_outputs
@@ -25,11 +24,14 @@ from shardwise.runtime.reading import read_through
 from shardwise.runtime.region_edges import (
     RegionExit,
     edge_of,
+    install_full,
     install_gathered,
+    install_owner,
+    install_parts,
     install_reduced,
     install_region,
+    install_stack,
 )
-from shardwise.runtime.sequence_edges import install_full, install_owner, install_parts, install_stack
 from shardwise.sharding.placement import Split
 from shardwise.tiny.families import layer_overrides, read_field
 

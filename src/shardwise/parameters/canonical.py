@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shardwise.comm.operations import Group, all_gather_list, all_gather_objects, broadcast_
+from shardwise.comm.collectives import Group, all_gather_list, all_gather_objects, broadcast_
 from shardwise.mesh import Mesh
 from shardwise.parameters.registry import (
     Registry,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.operations import all_reduce_
+from shardwise.comm.collectives import all_reduce_
 from shardwise.errors import UnsupportedError
 from shardwise.parameters.registry import LocalGradient, ParameterEntry, Registry, entry_of, local_part, mark
 

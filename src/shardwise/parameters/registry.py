@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise.comm.collectives import stored_dtensor
@@ -30,9 +31,9 @@ from shardwise.mesh import Mesh
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import FsdpPolicy, Precision
 from shardwise.plan.structure import fqn_of
-from shardwise.runtime.casting import Casting
 from shardwise.runtime.context import SplitContext
-from shardwise.runtime.fsdp_internals import UnusedParameters
+from shardwise.runtime.fsdp_internals import UnusedParameters, drop_unreduced, free
+from shardwise.runtime.reading import Casting
 from shardwise.sharding.boxes import slices
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.placement import Chunk, OnCoords, Split
@@ -445,3 +446,19 @@ def is_split(model: nn.Module) -> bool:
 def entry_of(parameter: Tensor) -> ParameterEntry | None:
     """Entry of a split model's parameter or of a sharded gradient; None for other tensors."""
     return getattr(parameter, _ENTRY, None)
+
+
+def reshard(model: nn.Module) -> None:
+    """Makes FSDP2 free parameters that a forward without backward has left gathered. `parameters()` then lists the
+    sharded ones.
+    """
+    for root in (model, *registry_of(model).stage_roots.values()):
+        for module in walk_modules(root).modules:
+            if isinstance(module, FSDPModule):
+                free(module)
+
+
+def forget_unreduced(model: nn.Module) -> None:
+    """Drops gradients that FSDP2 keeps for a later backward to reduce. They are in no `.grad`."""
+    for root in (model, *registry_of(model).stage_roots.values()):
+        drop_unreduced(root)

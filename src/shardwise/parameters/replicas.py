@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.operations import Group, all_gather_objects
+from shardwise.comm.collectives import Group, all_gather_objects
 from shardwise.errors import LayoutError
 from shardwise.mesh import Mesh
 from shardwise.parameters.registry import ParameterEntry, find_parameters, local_part, registry_of

@@ -31,9 +31,15 @@ from torch.utils._pytree import tree_leaves
 from transformers import Cache
 from transformers.modeling_outputs import BaseModelOutput
 
-from shardwise.comm.operations import all_reduce_
-from shardwise.data.batch import TargetWeights, count_targets, find_uneven_targets, split_rows, target_names
-from shardwise.data.media import divide_media
+from shardwise.comm.collectives import all_reduce_
+from shardwise.data.batch import (
+    TargetWeights,
+    count_targets,
+    divide_media,
+    find_uneven_targets,
+    split_rows,
+    target_names,
+)
 from shardwise.errors import BatchError, ShardwiseError, UnsupportedError
 from shardwise.loss.label_use import may_divide
 from shardwise.optim.gradients import gradients_of

@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
 from shardwise.comm.agree import meet
-from shardwise.comm.collectives import as_dtensor
-from shardwise.comm.operations import Group, broadcast_, broadcast_object
+from shardwise.comm.collectives import Group, as_dtensor, broadcast_, broadcast_object
 from shardwise.errors import UnsupportedError
 from shardwise.loss.logits import as_logits, only_asks, takes_data
 from shardwise.runtime.context import SplitContext

@@ -16,14 +16,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from shardwise.comm.operations import all_gather_objects
+from shardwise.comm.collectives import all_gather_objects
 from shardwise.errors import LayoutError, RankError
 from shardwise.parameters.registry import Registry, registry_of
 from shardwise.pipeline.stage import Microbatch, PipelineStage, ScheduleRun
 from shardwise.plan.pipeline_plan import PipelinePlan
 from shardwise.runtime.same_batch import compared_already
-from shardwise.schedule.build import build_in_order, build_schedule
-from shardwise.schedule.schedule import Schedule
+from shardwise.schedule.schedule import Schedule, build_in_order, build_schedule
 from shardwise.schedule.timeline import Span, Timeline
 from shardwise.stages.model import Stages
 

@@ -37,7 +37,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import _backward as torch_backward
 from torch.distributed.pipelining import stage as torch_stage
 
-from shardwise.comm.operations import Group
+from shardwise.comm.collectives import Group
 from shardwise.errors import LayoutError
 from shardwise.pipeline.caches import StageCaches
 from shardwise.runtime.context import SplitContext

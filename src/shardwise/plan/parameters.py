@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from shardwise.errors import LayoutError, PlanError
 from shardwise.plan.decision import ParameterPlan
-from shardwise.plan.regions import COLUMN_STYLES, Region, region_around
+from shardwise.plan.regions import COLUMN_STYLES, Region, SequencePlan, region_around
 from shardwise.plan.rule import ParameterRule, SplitStyle
-from shardwise.plan.sequence_plan import SequencePlan
 from shardwise.plan.structure import Heads, ModelFacts, Shape, parent_of, upwards
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import (

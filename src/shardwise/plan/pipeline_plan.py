@@ -88,7 +88,7 @@ class PipelinePlan:
     """Stages of a model.
 
     Attributes:
-        schedule: name of the schedule (see `shardwise.schedule.build`).
+        schedule: name of the schedule (see `shardwise.schedule.schedule`).
         starts: first segment of every stage; the first is 0.
         rank_of: pp coordinate that holds each stage.
     """

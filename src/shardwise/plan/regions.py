@@ -8,12 +8,12 @@ projection, a router, a sink) needs one sum in the gradient phase. Nothing insid
 and v cost one all-reduce, not three, and why no style treats replicated parameters specially.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import PlanError
-from shardwise.plan.rule import ParameterRule, RegionRule
-from shardwise.plan.structure import ModelFacts, is_within, outermost, parent_of, upwards
+from shardwise.plan.rule import InputRule, ParameterRule, RegionRule, SequenceRule
+from shardwise.plan.structure import LayerStack, ModelFacts, is_within, outermost, parent_of, upwards
 
 COLUMN_STYLES = frozenset({"colwise", "packed_colwise", "qkv_colwise"})
 ROW_STYLES = frozenset({"rowwise", "rowwise_reenter", "packed_rowwise"})
@@ -127,3 +127,72 @@ def _widen_to_experts_block(experts: str, facts: ModelFacts, regions: dict[str, 
         regions[experts] = Region(fqn=experts, edge="output")
     else:
         regions[block] = Region(fqn=block, edge="output")
+
+
+class NoStackError(PlanError):
+    """The layers along which to split the sequence are unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequencePlan:
+    """Everything that sequence parallelism changes.
+
+    Attributes:
+        stacks: FQNs of the lists of layers that work on parts of the sequence, in model order.
+        full_sequence: modules inside of them that receive the full sequence and compute the same on every rank.
+        inputs: FQNs of layer inputs of which a rank uses its part of the sequence.
+    """
+
+    stacks: tuple[str, ...] = ()
+    full_sequence: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+
+    def stack_of(self, module: str) -> str | None:
+        """The stack inside which `module` receives a part of the sequence; None if it receives all of it."""
+        if is_within(module, self.full_sequence):
+            return None
+        return next((stack for stack in self.stacks if is_within(module, (stack,))), None)
+
+
+def find_sequence(
+    facts: ModelFacts,
+    rules: Mapping[str, SequenceRule],
+    inputs: Mapping[str, InputRule],
+    regions: Sequence[Region],
+) -> SequencePlan:
+    """The rules about the sequence; without any, the only stack that holds split blocks."""
+    stacks = {name: rule for name, rule in rules.items() if rule.style == "sequence"}
+    if not stacks:
+        return _implied(facts, regions)
+    for name, rule in stacks.items():
+        if name not in facts.modules or facts.modules[name].kind != "list":
+            raise PlanError(
+                f"{name} is no list of layers",
+                at=f'rule "{rule}"',
+                fix="give such rules for lists, and those for inputs in the section [inputs]",
+            )
+    return SequencePlan(
+        stacks=tuple(stacks),
+        full_sequence=tuple(n for n, rule in rules.items() if n in facts.modules and rule.style == "whole_sequence"),
+        inputs=tuple(name for name, input_rule in inputs.items() if input_rule.style == "sequence"),
+    )
+
+
+def stacks_with_regions(facts: ModelFacts, regions: Sequence[Region]) -> list[LayerStack]:
+    """The outermost stacks of layers that hold regions."""
+    return [
+        stack
+        for stack in facts.stacks
+        if not stack.within and any(is_within(region.fqn, (stack.fqn,)) for region in regions)
+    ]
+
+
+def _implied(facts: ModelFacts, regions: Sequence[Region]) -> SequencePlan:
+    stacks = [stack.fqn for stack in stacks_with_regions(facts, regions)]
+    if len(stacks) != 1:
+        raise NoStackError(
+            "sequence parallelism needs one stack of layers, or rules that name the stacks",
+            why=f"this model has {len(stacks)} stacks with split blocks: {', '.join(stacks) or 'none'}",
+            fix="use sequence_parallel=False",
+        )
+    return SequencePlan(stacks=(stacks[0],))

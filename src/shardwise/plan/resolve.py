@@ -9,12 +9,10 @@ from typing import TypeVar
 
 from shardwise.errors import PlanError
 from shardwise.plan.decision import ParameterPlan, SplitPlan
-from shardwise.plan.match import Matcher
 from shardwise.plan.parameters import VOCABULARY_STYLES, ParameterRules, check_heads, complete_ties, local_heads
-from shardwise.plan.regions import COLUMN_STYLES, Region, find_deferred_sums, find_regions
+from shardwise.plan.regions import COLUMN_STYLES, Region, find_deferred_sums, find_regions, find_sequence
 from shardwise.plan.rule import AttributeRule, InputRule, ParameterRule, RegionRule, Rule, SequenceRule
-from shardwise.plan.sequence_plan import find_sequence
-from shardwise.plan.spec import Plan
+from shardwise.plan.spec import Matcher, Plan
 from shardwise.plan.structure import Heads, ModelFacts, is_within, parent_of
 from shardwise.topology.shape import MeshShape
 

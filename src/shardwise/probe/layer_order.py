@@ -2,33 +2,318 @@
 
 A tiny model with as many layers as the model, of the same kinds, runs once and is watched. Then it runs stage by stage,
 cut before every layer, and must compute the same loss and gradients. The result is cached on disk.
+
+A tensor depends on parameters if a parameter was used to compute it. If it is made in one segment and used in a later
+one, it crosses every cut between the two.
 """
+
+from __future__ import annotations
 
 import copy
 import functools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from shardwise.errors import PlanError, UnsupportedError
+from shardwise.parallel.facts import read_facts
 from shardwise.parallel.stages import build_local_stages
-from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan, Returned
-from shardwise.plan.structure import upwards
+from shardwise.plan.pipeline_plan import CutTensor, LayerOrder, PipelinePlan, Returned
+from shardwise.plan.structure import outermost_layers, upwards
 from shardwise.probe.disk_cache import cache_path, read, write
 from shardwise.probe.trial import Verdict, build_tried_model, reraise_as, verdict_of_exception
-from shardwise.probe.watch_order import watch_order
 from shardwise.runtime.modes import has_dropout
 from shardwise.sharding.json_form import from_json, to_json
 from shardwise.stages.model import Stages
-from shardwise.tiny.inputs import make_batch
+from shardwise.stages.run import is_dropout, made_by, named_arguments, named_tensors, used_by, writes
+from shardwise.tiny.inputs import clone_batch, loss_or_surrogate, make_batch
 from shardwise.tiny.models import set_runnable_mode
-from shardwise.tiny.objective import clone_batch, loss_or_surrogate
 from shardwise.tiny.random import fork_all_rng
+
+
+def watch_order(
+    tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection[str] = (), drops: bool = False
+) -> tuple[LayerOrder, dict[str, Returned]]:
+    """Runs a tiny model once.
+
+    Returns:
+        The layer order, and the outputs of all modules that look like their arguments.
+
+    The dropout of a tensor that depends on no parameters crosses cuts too if later segments use it: one stage draws,
+    and the others receive the result.
+
+    Args:
+        layers: the modules at which to cut; default: the outermost layers.
+        drops: whether the large model has dropout.
+    """
+    model = _untied(tiny)
+    watcher = _watched(model, batch, layers, shares_dropped=False)
+    if drops and watcher.dropped_for_later:
+        watcher = _watched(model, batch, layers, shares_dropped=True)
+    return watcher.found()
+
+
+def _watched(model: nn.Module, batch: Mapping[str, Any], layers: Collection[str], *, shares_dropped: bool) -> _Watcher:
+    watcher = _Watcher(model, layers, shares_dropped=shares_dropped)
+    with watcher.hooked(), watcher:
+        output = model(**clone_batch(batch))
+        watcher.use(value for _, value in named_tensors(output))
+    return watcher
+
+
+@dataclass(eq=False)
+class _Value:
+    """A tensor that depends on parameters."""
+
+    tensor: Tensor  # kept, so that nothing else gets its id
+    number: int  # of such tensors before it
+    born: int  # the segment that made it
+    used: int  # the last segment that used it
+    anchor: str = ""  # where it is found, once that is known
+    place: str = ""  # what made it, for errors
+    count: int = 0  # of its uses
+    written: int = -1  # the last segment that changed it in place
+
+
+@dataclass(eq=False)
+class _Call:
+    fqn: str
+    number: int
+    arguments: dict[str, Any]
+    given: frozenset[int]  # the tensors in them
+    before: int  # values that were known when it began
+
+
+class _Watcher(TorchFunctionMode):
+    def __init__(self, model: nn.Module, layers: Collection[str], *, shares_dropped: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.layers = set(layers or outermost_layers(read_facts(model).stacks))
+        self.shares_dropped = shares_dropped
+        self.around = {""} | {name.rpartition(".")[0] for layer in self.layers for name in upwards(layer)}
+        self.parameters = {id(value): name for name, value in model.named_parameters(remove_duplicate=False)}
+        self.calls: list[str] = []
+        self.uses: dict[str, set[int]] = {}
+        self.values: dict[int, _Value] = {}
+        self.entries: list[dict[int, str]] = []  # for every segment, the tensors in its layer's arguments
+        self.stack: list[_Call] = []
+        self.numbers: dict[str, int] = {}
+        self.returned: dict[str, list[tuple[bool, list[str | tuple[int, int] | None]]]] = {}
+        self.num_glue = 0
+        self.dropped: dict[int, tuple[Tensor, int]] = {}  # what depends on no parameters, and its segment
+        self.dropped_for_later = False
+
+    @property
+    def segment(self) -> int:
+        return max(0, len(self.calls) - 1)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        used = used_by(func, args, kwargs)
+        given = [value for value in used if self._depends(value)]
+        self._use_dropped(used)
+        is_shared = self.shares_dropped and not given and is_dropout(func)
+        if not given and not is_shared:
+            self._note_dropped(func, args, used, out)
+            return out
+        made = made_by(func, args, out)
+        if made or name in _READING:
+            self.use(given)
+        if writes(func) and args:
+            base = args[0] if args[0]._base is None else args[0]._base
+            for value in (args[0], base):
+                if id(value) in self.values:
+                    self.values[id(value)].written = self.segment
+        in_glue = not self.stack
+        anchor = f"glue:{len(self.calls)}:{self.num_glue}:" if in_glue else ""
+        place = f"{name} in {self.stack[-1].fqn if self.stack else 'the model'}"
+        for path, value in made:
+            if is_shared or not self._depends(value) or (value.requires_grad and id(value) not in self.values):
+                self._add(value, f"{anchor}{path}" if in_glue else "", place)
+        self.num_glue += in_glue and bool(made)
+        return out
+
+    def _note_dropped(self, func: Any, args: Any, used: Iterable[Tensor], out: Any) -> None:
+        """Records dropout of a tensor that depends on no parameters, and results computed from it."""
+        known = next((self.dropped[id(value)][1] for value in used if id(value) in self.dropped), None)
+        if known is not None or is_dropout(func):
+            segment = self.segment if known is None else known
+            self.dropped |= {id(value): (value, segment) for _, value in made_by(func, args, out)}
+
+    def _use_dropped(self, values: Iterable[Tensor]) -> None:
+        self.dropped_for_later |= any(
+            self.dropped[id(value)][1] < self.segment for value in values if id(value) in self.dropped
+        )
+
+    def _depends(self, value: Tensor) -> bool:
+        return id(value) in self.values or id(value) in self.parameters or value.requires_grad
+
+    def _add(self, value: Tensor, anchor: str, place: str) -> _Value:
+        known = _Value(value, len(self.values), self.segment, self.segment, anchor, place)
+        return self.values.setdefault(id(value), known)
+
+    def use(self, values: Any) -> None:
+        """Records that the current segment computes with these tensors."""
+        for value in values:
+            if id(value) in self.parameters:
+                self.uses.setdefault(self.parameters[id(value)], set()).add(self.segment)
+            elif id(value) in self.values:
+                known = self.values[id(value)]
+                known.used = max(known.used, self.segment)
+                known.count += 1
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Context manager: records calls of modules."""
+        with ExitStack() as stack:
+            for name, module in self.model.named_modules():
+                if name in self.around:
+                    continue
+                enter, leave = as_hook(self._enter, name), as_hook(self._leave, name)
+                stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True).remove)
+                stack.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
+            yield
+
+    def _enter(self, fqn: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        number = self.numbers[fqn] = self.numbers.get(fqn, -1) + 1
+        arguments = named_arguments(module, args, kwargs)
+        tensors = list(named_tensors(arguments))
+        if fqn in self.layers:
+            if any(call.fqn in self.layers for call in self.stack):
+                raise PlanError(f"{type(self.model).__name__} runs {fqn} inside of {self.stack[-1].fqn}")
+            self.calls.append(fqn)
+            self.num_glue = 0
+            self.entries.append({id(value): path for path, value in reversed(tensors)})
+            self.use(value for _, value in tensors)
+            self._use_dropped(value for _, value in tensors)
+        given = frozenset(id(value) for _, value in tensors)
+        self.stack.append(_Call(fqn, number, arguments, given, len(self.values)))
+
+    def _leave(self, fqn: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call = self.stack.pop()
+        for path, value in named_tensors(output):
+            if not self._depends(value) or id(value) in self.parameters:
+                continue
+            known = self.values.get(id(value)) or self._add(value, "", fqn)
+            if not known.anchor or (not self.stack and known.number >= call.before):
+                known.anchor = f"output:{fqn}:{call.number}:{path}"
+        self._note_returned(call, output)
+
+    def _note_returned(self, call: _Call, output: Any) -> None:
+        after = (value for _, value in named_tensors(call.arguments) if self._depends(value))
+        if any(id(value) not in call.given for value in after):  # it puts tensors into its arguments
+            self.returned.setdefault(call.fqn, []).append((False, [None]))
+            return
+        is_tuple = type(output) is tuple
+        like = [self._like(call.arguments, value) for value in (output if is_tuple else (output,))]
+        self.returned.setdefault(call.fqn, []).append((is_tuple, like))
+
+    def _like(self, arguments: Mapping[str, Any], value: Any) -> str | tuple[int, int] | None:
+        """Description of a value, see `Returned`; else its number and use count; None if it is nothing known."""
+        if value is None:
+            return ""
+        if not isinstance(value, Tensor):
+            return None
+        same = next((f"={name}" for name, given in arguments.items() if given is value), None)
+        if same is not None or not self._depends(value):
+            return same
+        given = ((name, each) for name, each in arguments.items() if isinstance(each, Tensor))
+        name = next((name for name, each in given if (each.shape, each.dtype) == (value.shape, value.dtype)), None)
+        return (id(value), self.values[id(value)].count) if name is None and id(value) in self.values else name
+
+    def _returns(self) -> dict[str, Returned]:
+        """Outputs of modules that look the same in all calls; without those that are never used."""
+        found: dict[str, Returned] = {}
+        for fqn, calls in self.returned.items():
+            distinct = {(is_tuple, tuple(map(self._if_used, like))) for is_tuple, like in calls}
+            (is_tuple, like), *others = distinct
+            names = tuple(name for name in like if name is not None)
+            if not others and len(names) == len(like):
+                found[fqn] = Returned(like=names, is_tuple=is_tuple)
+        return found
+
+    def _if_used(self, like: str | tuple[int, int] | None) -> str | None:
+        if not isinstance(like, tuple):
+            return like
+        key, count = like
+        return None if self.values[key].count > count else ""
+
+    def found(self) -> tuple[LayerOrder, dict[str, Returned]]:
+        """The results of `watch_order`."""
+        if not self.calls:
+            raise PlanError(
+                f"{type(self.model).__name__} cannot be cut into stages",
+                why="no module ran of those that look like its layers",
+                fix="use pp1",
+            )
+        cut_tensors = tuple(self._crossings(segment) for segment in range(1, len(self.calls)))
+        anchors = [each.anchor.split(":") for cut in cut_tensors for each in cut]
+        sent = {fqn for kind, fqn, *_ in anchors if kind == "output" and fqn not in self.layers}
+        holding = {around for fqn in sent for around in upwards(fqn)}  # their code must run
+        returns = {name: each for name, each in self._returns().items() if name not in holding}
+        names = self.model.named_parameters(remove_duplicate=False)
+        order = LayerOrder(
+            calls=tuple(self.calls),
+            uses={name: tuple(sorted(self.uses.get(self.parameters[id(value)], ()))) for name, value in names},
+            cut_tensors=cut_tensors,
+            returns={name: each for name, each in returns.items() if name in self.layers},
+            shares_dropped=self.shares_dropped,
+        )
+        return order, returns
+
+    def _crossings(self, segment: int) -> tuple[CutTensor, ...]:
+        found: dict[str, CutTensor] = {}
+        entry = self.entries[segment]
+        for key, value in self.values.items():
+            if not value.born < segment <= value.used:
+                continue
+            anchor = f"input:{entry[key]}" if key in entry else value.anchor
+            if not anchor:
+                raise PlanError(
+                    f"{type(self.model).__name__} cannot be cut before {self.calls[segment]}",
+                    at=value.place,
+                    why="what is computed there, inside of a layer, is used after it without having been returned",
+                    fix="use pp1",
+                )
+            found[anchor] = CutTensor(
+                anchor=anchor, needs_gradient=value.tensor.requires_grad, is_written=value.written >= segment
+            )
+        return tuple(found.values())
+
+
+_READING = frozenset(
+    ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "equal")
+)
+
+
+def as_hook(method: Callable[..., Any], fqn: Any) -> Callable[..., Any]:
+    """`method` given `fqn` before all else; a copy of a module shares it, as it does functions."""
+    return lambda *given: method(fqn, *given)
+
+
+def _untied(model: nn.Module) -> nn.Module:
+    """A copy in which every module has parameters of its own, so that each use has one name."""
+    copied = copy.deepcopy(model)
+    seen: set[int] = set()
+    for module in copied.modules():
+        for name, value in module._parameters.items():
+            if value is None:
+                continue
+            own = nn.Parameter(value.detach().clone()) if id(value) in seen else value
+            own.requires_grad_(own.is_floating_point())
+            module._parameters[name] = own
+            seen.add(id(own))
+    return copied
+
 
 logger = logging.getLogger("shardwise.plan")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from shardwise.comm.simulated import SimulatedGroup, run_ranks
 from shardwise.data.batch import split_rows
 from shardwise.errors import PlanError, ShardwiseError, UnsupportedError, one_line
+from shardwise.lora.inject import inject_alike
 from shardwise.mesh import Blocks, Mesh
 from shardwise.optim.gradients import track_gradients
 from shardwise.parallel.apply import apply_plan
@@ -27,13 +29,16 @@ from shardwise.parameters.canonical import canonical_tensor
 from shardwise.parameters.registry import registry_of
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
-from shardwise.plan.sequence_plan import NoStackError
+from shardwise.plan.regions import NoStackError
 from shardwise.plan.spec import Plan
-from shardwise.plan.structure import outermost_layers
+from shardwise.plan.structure import ModelFacts, outermost_layers
+from shardwise.probe.disk_cache import cache_path, read, write
 from shardwise.proof.draws import RecordRandom, ReplayRandom
+from shardwise.runtime.adapter_facts import without_adapters
+from shardwise.runtime.modes import has_dropout
 from shardwise.tiny.families import read_field
+from shardwise.tiny.inputs import clone_batch, loss_or_surrogate
 from shardwise.tiny.models import build_tiny_model, make_batch, perturb_parameters, set_runnable_mode, shrink_config
-from shardwise.tiny.objective import clone_batch, loss_or_surrogate
 from shardwise.tiny.random import fork_all_rng, set_dropout, training_copy
 from shardwise.tiny.shrink import apply_repeatable
 from shardwise.topology.shape import MeshShape
@@ -344,3 +349,55 @@ def _full_gradients(model: nn.Module) -> dict[str, Tensor]:
         assert full is not None
         found[name] = full
     return found
+
+
+logger = logging.getLogger("shardwise.plan")
+
+
+def try_adapters(
+    model: nn.Module, plan: Plan, facts: ModelFacts, *, num_parts: int, sequence_parallel: bool = False
+) -> None:
+    """Trains a tiny model with adapters like those of `model`, split by the base's plan, and compares every gradient.
+
+    Caches success on disk. Logs if it cannot be tried. Communicates nothing.
+    """
+    assert facts.adapters is not None
+    base = without_adapters(model)
+    described = {
+        "plan": str(plan),
+        "adapters": [str(each) for each in facts.adapters.adapted],
+        "copies": {name: places for name, places in facts.adapters.instances.items() if len(places) > 1},
+        "num_parts": num_parts,
+        "sequence_parallel": sequence_parallel,
+    }
+    path = cache_path(base, "adapters", described)
+    if read(path, bool):
+        return
+    name = type(base).__name__
+    with fork_all_rng():
+        try:
+            tried = inject_alike(model, build_tried_model(base, num_parts=num_parts))
+            verdict = _try(tried, plan, model, num_parts=num_parts, sequence_parallel=sequence_parallel)
+            if not verdict.passed:
+                alone = build_tried_model(base, num_parts=num_parts)
+                plain = _try(alone, plan, model, num_parts=num_parts, sequence_parallel=sequence_parallel)
+        except Exception as error:  # noqa: BLE001 - the model's own code fails in any way, or PEFT on a tiny model
+            reason = str(error) if isinstance(error, ShardwiseError) else verdict_of_exception(error).reason
+            logger.warning("adapters of %s cannot be tried: %s", name, reason.splitlines()[0])
+            return
+    if verdict.passed:
+        write(path, described)
+    elif plain.passed:
+        raise PlanError(
+            f"the adapters of {name} give other results, split like their base over tp={num_parts}",
+            at=verdict.module or None,
+            why=verdict.reason,
+            fix="use fsdp instead of tp, or other target_modules, or a rule that replicates what they adapt",
+        )
+    else:
+        logger.warning("adapters of %s cannot be tried: its rules do not fit a tiny model: %s", name, plain.reason)
+
+
+def _try(tried: nn.Module, plan: Plan, model: nn.Module, *, num_parts: int, sequence_parallel: bool) -> Verdict:
+    trial = trial_of(tried, num_parts=num_parts, drops=has_dropout(model))
+    return trial.run(plan, sequence_parallel=sequence_parallel)

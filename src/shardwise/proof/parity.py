@@ -11,21 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.operations import all_gather_objects
+from shardwise.comm.collectives import all_gather_objects
 from shardwise.errors import VerificationError, counted
 from shardwise.mesh import Mesh
 from shardwise.optim.optimizer import build_optimizer
 from shardwise.parameters.canonical import canonical_tensors
 from shardwise.parameters.registry import find_parameters, registry_of
 from shardwise.parameters.replicas import find_unequal_replicas
-from shardwise.plan.decision import ParameterPlan, split_share
-from shardwise.plan.explain import table
-from shardwise.plan.match import star_numbers
+from shardwise.plan.decision import ParameterPlan, split_share, table
+from shardwise.plan.spec import star_numbers
 from shardwise.plan.structure import is_within, outermost_layers
 from shardwise.proof.counting import counted_layers
 from shardwise.proof.draws import RecordRandom, ReplayRandom, in_microbatch_order
 from shardwise.sharding.placement import Split
-from shardwise.tiny.objective import clone_batch, loss_or_surrogate
+from shardwise.tiny.inputs import clone_batch, loss_or_surrogate
 from shardwise.tiny.random import fork_all_rng, training_copy
 from shardwise.topology.shape import DATA_AXES
 

@@ -5,7 +5,7 @@ import importlib
 import os
 import signal
 
-from shardwise.ranks.process import ENDING
+from shardwise.ranks.rank import ENDING
 
 __all__: list[str] = []
 

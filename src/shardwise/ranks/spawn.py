@@ -32,8 +32,7 @@ from multiprocessing.connection import wait
 from typing import TypeVar
 
 from shardwise.errors import ConfigError, RankError
-from shardwise.ranks.process import RankProcess, local_variables
-from shardwise.ranks.rank import Case, Report, check_not_importing, run_rank
+from shardwise.ranks.rank import Case, RankProcess, Report, check_not_importing, local_variables, run_rank
 
 Result = TypeVar("Result")
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.comm.operations import Group
+from shardwise.comm.collectives import Group
 from shardwise.errors import BatchError
 from shardwise.mesh import Mesh
 from shardwise.runtime.forward_state import ForwardState, device_rng, mix

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import gather_full
 from shardwise.errors import UnsupportedError
 from shardwise.runtime.context import Axis, SplitContext
-from shardwise.runtime.sequence_edges import cut
+from shardwise.runtime.region_edges import cut
 
 
 def install_outputs(

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from shardwise.comm.agree import Agreement, agree
-from shardwise.comm.operations import host_device
+from shardwise.comm.collectives import host_device
 from shardwise.errors import BatchError, RankError, UnsupportedError
 from shardwise.mesh import Mesh
 from shardwise.runtime.context import SplitContext

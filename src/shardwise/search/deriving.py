@@ -22,9 +22,8 @@ from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts, is_within, parent_of, upwards
 from shardwise.probe.trial import Trial, Verdict, build_tried_model, is_small, reraise_as, trial_of
 from shardwise.runtime.modes import has_dropout
-from shardwise.search.generalize import generalize
+from shardwise.search.generalize import RealSizes, generalize
 from shardwise.search.influence import depends, find_row_products, gradients_of, is_nonzero, weighted_sum
-from shardwise.search.real_sizes import RealSizes
 from shardwise.search.refusal import (
     Candidate,
     check_share,
@@ -33,8 +32,7 @@ from shardwise.search.refusal import (
     unplanned_error,
     with_reasons,
 )
-from shardwise.search.rules import Block, find_blocks
-from shardwise.search.sequence_rules import sequence_plans
+from shardwise.search.rules import Block, find_blocks, sequence_plans
 from shardwise.search.trace import Layer, ModuleCall, watch
 from shardwise.sharding.placement import Split
 

@@ -21,8 +21,8 @@ from shardwise.plan.resolve import match_rules, resolve, rules_without_names
 from shardwise.plan.rule import Rule
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
-from shardwise.probe.adapters import try_adapters
 from shardwise.probe.disk_cache import cache_path, read, write
+from shardwise.probe.trial import try_adapters
 from shardwise.runtime.adapter_facts import without_adapters
 from shardwise.search.deriving import Subject, build_subject, check_given_rules, search_plan
 from shardwise.tiny.random import fork_all_rng

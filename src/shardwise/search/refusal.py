@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from shardwise.errors import PlanError
 from shardwise.plan.decision import SplitPlan, split_share
-from shardwise.plan.match import star_numbers
 from shardwise.plan.rule import ParameterRule
-from shardwise.plan.spec import Plan
+from shardwise.plan.spec import Plan, star_numbers
 from shardwise.plan.structure import ModelFacts
 from shardwise.probe.trial import Verdict
 from shardwise.sharding.placement import Split

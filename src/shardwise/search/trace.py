@@ -19,11 +19,11 @@ from shardwise.errors import UnsupportedError
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.decision import NormFormula
 from shardwise.plan.structure import is_within, outermost_layers, parent_of, upwards
-from shardwise.probe.watch_order import as_hook
+from shardwise.probe.layer_order import as_hook
 from shardwise.runtime.arguments import argument_names
 from shardwise.runtime.norm import compute_norm, moments_of, recognise_norm
 from shardwise.search.traced_sizes import MADE, SizeConstraint, flat, size_constraints_of, traced_integers
-from shardwise.tiny.objective import clone_batch
+from shardwise.tiny.inputs import clone_batch
 
 # Functions that contract the last dim of an activation with a parameter: (position of the activation, of the weight).
 _PRODUCTS = {

@@ -18,8 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.errors import UnsupportedError
 from shardwise.tiny.families import sub_configs
-from shardwise.tiny.inputs import Padding, make_batch
-from shardwise.tiny.objective import clone_batch, loss_or_surrogate
+from shardwise.tiny.inputs import Padding, clone_batch, loss_or_surrogate, make_batch
 from shardwise.tiny.shrink import shrink_config
 
 __all__ = [

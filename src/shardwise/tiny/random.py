@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.runtime.modes import dropout_chances, is_in_backward
-from shardwise.tiny.objective import clone_batch, loss_or_surrogate
+from shardwise.tiny.inputs import clone_batch, loss_or_surrogate
 
 _DROPOUT = 0.2
 

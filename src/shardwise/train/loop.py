@@ -17,14 +17,14 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.operations import all_reduce_
+from shardwise.comm.collectives import all_reduce_
 from shardwise.data.ahead import PrefetchLoader, send
 from shardwise.data.batch import IGNORED, count_targets
 from shardwise.data.rows import Rows
 from shardwise.errors import BatchError, GradientError
 from shardwise.estimate.flops import peak_flops
 from shardwise.mesh import Mesh
-from shardwise.optim.host_copy import HostCopy
+from shardwise.optim.gradients import HostCopy
 from shardwise.runtime.adapter_facts import find_model
 from shardwise.runtime.modes import in_eval_mode
 from shardwise.topology.shape import DATA_AXES

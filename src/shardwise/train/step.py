@@ -11,27 +11,27 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.agree import Agreement, agree
-from shardwise.comm.operations import all_reduce_
+from shardwise.comm.collectives import all_reduce_
 from shardwise.data.ahead import DeviceBatch, send
 from shardwise.data.batch import (
     Count,
+    Runs,
     TargetWeights,
     Weight,
     batch_norms,
     check_batch,
     check_divides,
     count_targets,
+    divide_media,
     flops_of,
     refuse_batch_norm,
     split_rows,
 )
-from shardwise.data.media import Runs, divide_media
 from shardwise.errors import BatchError, GradientError, UnsupportedError
-from shardwise.loss.deferred_logits import dropped_output
 from shardwise.loss.label_use import check_label_use, check_model_divides
+from shardwise.loss.logits import dropped_output
 from shardwise.mesh import Mesh
-from shardwise.optim.gradients import gradients_of
-from shardwise.optim.host_copy import HostCopy
+from shardwise.optim.gradients import HostCopy, gradients_of
 from shardwise.optim.summing import multiply_gradients, time_reduction
 from shardwise.parameters.registry import registry_of
 from shardwise.pipeline.outputs import check_asked_outputs

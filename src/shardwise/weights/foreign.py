@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 from shardwise.errors import LoadError, UnsupportedError
 from shardwise.sharding.boxes import Box, find_overlap, full_box, intersect, move, shape_of, slices, volume
-from shardwise.weights import kinds
+from shardwise.weights import locate
 from shardwise.weights.index import CheckpointIndex, TensorEntry
 from shardwise.weights.nodes import StoredTensor
 
@@ -244,7 +244,7 @@ def _box(offsets: Iterable[int], sizes: Iterable[int]) -> Box:
 def config_place(source: str | os.PathLike[str]) -> str | os.PathLike[str]:
     """Place of the model's config: `source`, or beside or inside another system's checkpoint."""
     path = Path(source)
-    if not path.is_dir() or kinds.kind_of(path) not in kinds.CONVERTIBLE:
+    if not path.is_dir() or locate.kind_of(path) not in locate.CONVERTIBLE:
         return source
     places = (path, path / ".hf_metadata", path / "model", path / "model" / ".hf_metadata", path.parent)
     return next((each for each in places if (each / "config.json").is_file()), source)
@@ -257,12 +257,12 @@ def open_weights(path_or_hub_id: str | os.PathLike[str], **options: Any) -> Chec
     """
     directory = Path(path_or_hub_id) / (options.get("subfolder") or "")
     is_plain = any(directory.glob("model*.safetensors*")) if directory.is_dir() else True
-    kind = None if is_plain else kinds.kind_of(directory)
+    kind = None if is_plain else locate.kind_of(directory)
     match kind:
-        case kinds.NXD | kinds.OPTIMUM_NEURON:
-            raise LoadError(f"{os.fspath(path_or_hub_id)!r} has to be converted", **kinds.describe_kind(directory))
-        case kinds.SHARDED_SAFETENSORS:
+        case locate.NXD | locate.OPTIMUM_NEURON:
+            raise LoadError(f"{os.fspath(path_or_hub_id)!r} has to be converted", **locate.describe_kind(directory))
+        case locate.SHARDED_SAFETENSORS:
             return open_sharded_safetensors(directory)
-        case kinds.DCP:
+        case locate.DCP:
             return open_dcp(directory if (directory / ".metadata").exists() else directory / "model")
     return CheckpointIndex.open(path_or_hub_id, **options)

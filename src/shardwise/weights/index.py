@@ -21,7 +21,7 @@ from shardwise.sharding.boxes import Box, shape_of
 from shardwise.weights.locate import CheckpointFiles, locate_files
 from shardwise.weights.nodes import StoredTensor
 from shardwise.weights.staging import disk_errors
-from shardwise.weights.tensor_file import bytes_of
+from shardwise.weights.write import bytes_of
 
 # Smaller tensors are copied: a map of their own saves them nothing.
 _MAPPED_BYTES = 2**16

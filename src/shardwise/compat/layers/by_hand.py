@@ -23,12 +23,12 @@ from shardwise.compat.layers.grouped import note_heads
 from shardwise.compat.layers.split_module import SplitModule, by_hand, layout_of, running_alone
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.estimate.cuts import cut
-from shardwise.lora.wrapper import guard_wrapper
+from shardwise.lora.inject import guard_wrapper
 from shardwise.mesh import Mesh
 from shardwise.parallel.apply import EDITS, Job, apply_edits, check_unsplit
-from shardwise.parallel.construction import allocate_meta, initialize_meta
+from shardwise.parallel.build import allocate_meta, initialize_meta
 from shardwise.parallel.facts import read_facts
-from shardwise.parallel.materialize import put_tensor
+from shardwise.parallel.loading import put_tensor
 from shardwise.parameters.canonical import local_tensor
 from shardwise.parameters.registry import Registry, is_split, registry_of
 from shardwise.parameters.replicas import find_unequal_replicas
@@ -43,9 +43,8 @@ from shardwise.probe.trial import on_cpu, reraise_as
 from shardwise.runtime.adapter_facts import find_model
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.modes import has_dropout
-from shardwise.tiny.inputs import guess_batches
+from shardwise.tiny.inputs import clone_batch, guess_batches
 from shardwise.tiny.models import set_runnable_mode
-from shardwise.tiny.objective import clone_batch
 from shardwise.tiny.random import fork_all_rng
 
 _EDITS = ("names", "stages", "registry", "device", "recomputation", "data", "absent")

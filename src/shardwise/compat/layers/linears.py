@@ -12,7 +12,7 @@ from shardwise.comm.collectives import reduce_from_region, scatter_from_region, 
 from shardwise.compat.layers.split_module import Init, SplitModule, gather_features, new_linear, own_features
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
-from shardwise.runtime.embedding import SplitEmbedding
+from shardwise.runtime.linear import SplitEmbedding
 from shardwise.sharding.placement import equal_sections, split_even
 
 

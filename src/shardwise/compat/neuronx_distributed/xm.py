@@ -7,8 +7,8 @@ import torch
 
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.compat.neuronx_distributed.parallel_layers import parallel_state as ps
-from shardwise.job.devices import pick_device
 from shardwise.job.groups import world_group
+from shardwise.job.processes import pick_device
 from shardwise.job.rendezvous import read_rank, read_world_size
 from shardwise.optim.summing import average_gradients
 

@@ -26,9 +26,8 @@ from shardwise.compat.warned import warn_idle
 from shardwise.errors import ConfigError, MeshError, UnsupportedError, did_you_mean
 from shardwise.job.groups import end_process_groups
 from shardwise.mesh import Mesh
-from shardwise.parallel.build import build_meta_model
-from shardwise.parallel.construction import Construction, initialize_meta
-from shardwise.parallel.materialize import draw_values, record_missing
+from shardwise.parallel.build import Construction, build_meta_model, initialize_meta
+from shardwise.parallel.loading import draw_values, record_missing
 from shardwise.parameters.canonical import full_value
 from shardwise.plan.options import FsdpPolicy, ParallelSpec, Precision, check_choice, check_kind
 from shardwise.runtime.adapter_facts import find_model

@@ -22,10 +22,9 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from shardwise.comm.collectives import copy_to_region
 from shardwise.errors import ConfigError, PlanError, UnsupportedError, did_you_mean
 from shardwise.parallel.declared_plans import AUTOMATIC
-from shardwise.plan.match import match
 from shardwise.plan.options import check_kind
 from shardwise.plan.rule import STYLES, Rule
-from shardwise.plan.spec import Plan
+from shardwise.plan.spec import Plan, match
 from shardwise.runtime.reading import read_in_forward
 
 _PREPARED = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)

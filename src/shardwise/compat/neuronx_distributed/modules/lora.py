@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.api.state import export_pretrained
+from shardwise.api.checkpoints import export_pretrained
 from shardwise.checkpoint.store import find_tag
 from shardwise.errors import ConfigError
 from shardwise.lora.inject import inject, named_targets, peft, read_adapter_config

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from shardwise.api import checkpoints
+from shardwise.api.checkpoints import export_pretrained
 from shardwise.api.prepare import decide
 from shardwise.api.sources import split_lazily
-from shardwise.api.state import export_pretrained
 from shardwise.compat.layers.by_hand import split_rewritten
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.compat.optimum_neuron.distributed.moved_optimizer import move_optimizer
