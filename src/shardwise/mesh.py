@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from shardwise.errors import MeshError
 from shardwise.failure import record
+from shardwise.job.environment import read_slurm_environment
 from shardwise.job.groups import Groups, make_groups, new_group, ranks_along, read_device_mesh, read_groups, wide_axes
 from shardwise.job.processes import current_heartbeat, end_processes, pick_device, start_processes
-from shardwise.job.rendezvous import read_slurm_environment, read_world_size
+from shardwise.job.rendezvous import read_world_size
 from shardwise.topology.shape import AXES, FSDP_AXES, MeshShape
 
 Blocks = tuple[tuple[int, ...], ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.job.rendezvous import GPU_DEFAULTS, set_gpu_defaults
+from shardwise.job.environment import GPU_DEFAULTS, set_gpu_defaults
 
 pytestmark = pytest.mark.single
 

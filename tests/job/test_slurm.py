@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import shardwise
 from shardwise.errors import MeshError
-from shardwise.job.rendezvous import first_host, read_slurm_environment
+from shardwise.job.environment import first_host, read_slurm_environment
 from shardwise.ranks.spawn import spawn
 
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

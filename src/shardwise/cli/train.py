@@ -17,7 +17,7 @@ from shardwise.cli.launch import (
     record_failures,
 )
 from shardwise.errors import ConfigError
-from shardwise.job.rendezvous import read_slurm_environment, set_gpu_defaults
+from shardwise.job.environment import read_slurm_environment, set_gpu_defaults
 from shardwise.topology.shape import MeshShape, describe_crossing
 from shardwise.train.run_config import TrainConfig
 
