@@ -22,10 +22,8 @@ class Failure:
     """An exception as text, and pickled if possible.
 
     Attributes:
-        trace: the traceback.
         is_ours: whether it is a `ShardwiseError`, whose message needs no traceback.
         at_seconds: time at which it was caught, in seconds since the epoch.
-        pickled: the pickled exception; None if it cannot be pickled.
     """
 
     name: str

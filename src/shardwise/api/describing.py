@@ -153,8 +153,6 @@ class RehearsedStage:
 
     Attributes:
         held_bytes: bytes kept between forward and backward, including received and sent tensors.
-        num_sent: number of tensors sent to the next stage.
-        sent_bytes: bytes of the sent tensors.
         tp: collectives over tp in forward and backward.
     """
 
@@ -169,11 +167,8 @@ class RehearsedStep:
     """Memory and communication of rank 0 for one microbatch.
 
     Attributes:
-        activations: memory kept between forward and backward.
         peak_bytes: peak memory besides stored parameters and optimizer states: activations, gradients, the loss, and
             temporary memory of forward, backward, clipping and AdamW.
-        tp: communication over tp in the microbatch.
-        data: communication over the data axes in the microbatch.
         after: communication of the gradient phase after the last microbatch, over any axis.
         layer: number of tp collectives in forward and in backward of one layer; None if no layer with split parts ran.
     """
@@ -294,8 +289,6 @@ def describe(
         batch: rows of one microbatch on a data rank, and tokens in each: adds what is kept between its forward and its
             backward, counted by running the forward on fake tensors. Only in a process that is no rank of a job.
         num_microbatches: of a step; of a pipeline by default the fewest that its schedule takes.
-        adapter: as in `load`.
-        options: every option of `load`.
     """
     spec, options = ParallelSpec.take(options)
     shape = layout if isinstance(layout, MeshShape) else MeshShape.parse(layout)

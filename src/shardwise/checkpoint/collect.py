@@ -31,8 +31,6 @@ class LocalShard:
 
     Attributes:
         name: canonical name, that of the unsplit model.
-        value: the parameter or buffer.
-        layout: layout of the full tensor over the ranks.
         entry: entry in the registry; None for a buffer, and for a frozen parameter added after the split.
     """
 
@@ -115,7 +113,6 @@ class OptimizerContent:
     """States and options of an optimizer, by parameter.
 
     Attributes:
-        class_name: class name with its module.
         options: options of every parameter's group, by the parameter's name, as JSON.
         described: for every parameter and state: `{"like": dtype}` if it has the parameter's shape and split,
             `{"scalar": number, "dtype": dtype}`, `{"value": JSON}`, `{"whole": dtype, "shape": …}`, or `{"ranks":
@@ -206,9 +203,7 @@ class SaveInputs:
 
     Attributes:
         shards: parameters and persistent buffers, by canonical name.
-        optimizer: states and options of the optimizer; None without one.
         values: JSON values by name: `extra`, `scheduler`, `scheduler_class`, `loss_scale`, `random`.
-        tensors: tensors inside `values`, by key.
         random: states of this rank's random generators, by key.
         companions: on rank 0, contents of further files, by name.
     """

@@ -54,13 +54,7 @@ class ExportSelection:
 
 
 class Export:
-    """Assembles the tensors of a split model and writes them; a context manager that closes its files.
-
-    Args:
-        metas: dtype and shape of every tensor by its exported name.
-        base: selection of the exported tensors.
-        shards: the files.
-    """
+    """Assembles the tensors of a split model and writes them; a context manager that closes its files."""
 
     def __init__(
         self, model: nn.Module, metas: Mapping[str, Tensor], base: ExportSelection, shards: PlannedShards
@@ -83,7 +77,6 @@ class Export:
 
         Args:
             groups: tensors that are converted together.
-            writers: the ranks that may write.
 
         Communicates: over all ranks, one message per piece of a tensor that the writing rank does not hold; over pp,
         one broadcast of each persistent buffer.

@@ -32,9 +32,6 @@ class LoadTarget:
     """Destination of a load; see `shardwise.load_checkpoint`.
 
     Attributes:
-        model: split model, or None.
-        optimizer: optimizer over its parameters, or None.
-        scheduler: scheduler, or None.
         strict: whether differing names are an error.
         fills_model: False if the model's tensors are already loaded.
     """
@@ -129,11 +126,7 @@ def load_into(stored: StoredParts, target: LoadTarget, *, put: Put) -> Any:
 
 
 class LoadPlan:
-    """Changes of a load on this rank. The constructor checks them; `apply` makes them. Communicates nothing.
-
-    Attributes:
-        extra: the saved value.
-    """
+    """Changes of a load on this rank. The constructor checks them; `apply` makes them. Communicates nothing."""
 
     def __init__(
         self, stored: StoredParts, target: LoadTarget, registry: Registry | None, shards: Mapping[str, LocalShard]
@@ -181,9 +174,6 @@ class _Differences:
     """Differences between a checkpoint and a model, on one rank.
 
     Attributes:
-        missing: names that only the model has.
-        unexpected: names that only the checkpoint has.
-        shapes: messages about tensors of other shapes.
         changed: names of frozen parameters that the checkpoint leaves out, and that have changed since they were read.
     """
 

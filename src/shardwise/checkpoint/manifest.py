@@ -35,7 +35,6 @@ def encode_tree(value: Any, at: str, tensors: dict[str, Tensor]) -> Any:
         value: JSON values, tuples, sets, dicts with keys of any of these, Counters, nonfinite floats, tensors, numpy
             numbers.
         at: path of `value`, for keys and messages, such as `extra`.
-        tensors: receives the tensors.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -127,14 +126,9 @@ class Manifest:
 
     Attributes:
         number: counts the checkpoints of a directory; the newest has the largest.
-        tag: name of the directory.
-        step: training step; None if unknown.
         content: "all", or "trained" if the frozen parameters are left out.
         layout: layout of the writing ranks, as text.
-        model: class name of the model.
         time: time of writing, in seconds since 1970.
-        versions: versions of the writing libraries.
-        files: every other file of the directory.
     """
 
     number: int
@@ -153,9 +147,6 @@ class StoredTensor:
     """One tensor of a checkpoint, in parts that hold each of its elements once.
 
     Attributes:
-        dtype: dtype of the stored elements.
-        shape: shape of the full tensor.
-        layout: layout over the writing ranks.
         parts_json: list of file, checksum and box of every part, as JSON.
     """
 
@@ -331,9 +322,6 @@ class StoredParts:
     """An open checkpoint; a context manager that closes its tensor files.
 
     Attributes:
-        directory: directory of the checkpoint.
-        manifest: its files.
-        index: its content.
         verifies: whether the checksum of a part is verified at its first use.
     """
 

@@ -62,12 +62,9 @@ class SaveRequest:
     """Destination of a checkpoint, and which older ones are deleted; the same on every rank.
 
     Attributes:
-        root: the directory of checkpoints.
         tag: tag of the checkpoint; None: named by the step, or by its number.
-        step: training step, if known.
         keep_last: number of the newest checkpoints to keep; None: all.
         keep_every: checkpoints whose step is a multiple of this are never deleted; None: any may be.
-        async_save: whether it is written in the background.
     """
 
     root: Path
@@ -205,14 +202,9 @@ class SaveJob:
     """A prepared checkpoint. After `take_copies` nothing reads the model.
 
     Attributes:
-        request: its destination.
-        mesh: the ranks.
         content: "all", or "trained" if frozen parameters are left out.
-        model_name: class name of the model.
         head: `tied`, `optimizer` and `values` of the index; of the optimizer only its class.
         companions: on rank 0, contents of further files, by name.
-        chunks: the parts that this rank writes.
-        report: this rank's report.
     """
 
     request: SaveRequest

@@ -52,9 +52,7 @@ def prepare_rows(
     """The rows of `data`, tokenized by one rank of each machine unless a cache exists.
 
     Args:
-        group: all ranks.
         apart: how documents of packed or padded rows are separated.
-        dtype: dtype of the model's computation.
 
     Communicates: like `run_on_local_rank_0` and `agree_on`.
     """

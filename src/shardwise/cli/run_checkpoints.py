@@ -58,10 +58,6 @@ def describe_run(config: TrainConfig, model_config: Any, batches: PackedBatches)
 class RunCheckpoints:
     """Saves a run while it trains; a context manager that handles signals and joins background saves.
 
-    Args:
-        config: when to save, and where.
-        run: the result of `describe_run`.
-
     Attributes:
         ended_by: the signal that ended the run; None while it runs.
     """
@@ -148,7 +144,6 @@ class SavedRun:
 
     Attributes:
         stored: its newest checkpoint, open on every rank.
-        extra: what was saved besides the model and the optimizer.
     """
 
     stored: StoredParts

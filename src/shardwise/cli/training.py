@@ -123,10 +123,7 @@ class Screen:
     """A progress bar on a terminal; elsewhere a line every few steps.
 
     Args:
-        num_steps: length of the run.
         every: steps between lines if `console` is not a terminal.
-        num_done: steps that are done already.
-        notes: printed with every step.
     """
 
     def __init__(self, console: Console, *, num_steps: int, every: int, num_done: int = 0, notes: str = "") -> None:
@@ -234,7 +231,6 @@ class _Run:
 
     Attributes:
         console: prints on rank 0 only.
-        model_config: transformers' config of the model.
         spec: options of the run on this rank's device.
     """
 
@@ -399,9 +395,6 @@ def _with_timeline(
     step: TrainStep, log: LogConfig, console: Console, *, num_done: int
 ) -> Callable[[Mapping[str, Tensor]], StepResult]:
     """Wraps `step` so that step `log.timeline` is measured, and rank 0 draws its timeline.
-
-    Args:
-        num_done: number of steps that are already done.
 
     Communicates: in that step, a gather of the times over pp.
     """

@@ -24,7 +24,6 @@ class PackedBatches:
 
     Args:
         batch_size: rows in a global batch.
-        data_rank: index of this rank's share (`mesh.data_rank`).
     """
 
     def __init__(self, rows: Rows, *, batch_size: int, data_rank: int = 0, data_size: int = 1, seed: int = 0) -> None:
@@ -86,7 +85,6 @@ class DeviceBatch(dict[str, Any]):
     """A batch on the host, where targets are counted, and its copy on the device.
 
     Args:
-        batch: on the host.
         sent: the copy on the device.
         arrived: event for which the device waits before it uses the copy; None if it was sent on the same stream.
     """

@@ -37,8 +37,6 @@ def divide_media(model: nn.Module, batch: Mapping[str, Any], num_rows: int, num_
 
     Args:
         batch: `input_ids` [rows, tokens]; tensors [images, …] such as `image_grid_thw`, or [patches of all images, …].
-        num_rows: rows of the batch.
-        num_parts: number of equal runs of rows.
 
     Returns:
         The runs of these tensors. Tensors without placeholders and with one item per row are not included.
@@ -279,8 +277,6 @@ def check_divides(model: nn.Module, batch: Mapping[str, Any], parts: Sequence[Ma
     """Raises if the model, in its current state, computes something else for the parts of a batch than for the batch.
 
     Args:
-        batch: batch of this data rank.
-        parts: its microbatches.
         size: number of parts over all data ranks.
     """
     if size == 1:
@@ -331,7 +327,6 @@ class TargetWeights:
     """The microbatches of a batch, each weighted by its share of the full batch's targets.
 
     Attributes:
-        parts: arguments of each microbatch.
         counts: number of targets of each microbatch.
         total: number of targets of the full batch, over all data ranks.
     """

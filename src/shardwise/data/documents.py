@@ -123,11 +123,7 @@ def write_documents(path: Path, documents: Iterable[Document]) -> None:
 
 
 def read_documents(path: Path, *, verify: bool = False) -> Documents:
-    """Opens the documents in `path`; their tokens stay in the file.
-
-    Args:
-        verify: also read the whole file and compare the checksum.
-    """
+    """Opens the documents in `path`; their tokens stay in the file."""
     fix = "remove it: it is made again"
     with disk_errors(f"cannot read the tokens in {path}"), path.open("rb") as file:
         size = path.stat().st_size

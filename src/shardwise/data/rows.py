@@ -90,7 +90,6 @@ class DocumentRows(_Rows):
         seq_length: maximum number of tokens in a row.
         too_long: handling of longer documents: "truncate" cuts their end off, "drop" removes them. A document without
             targets left is removed.
-        padding: id of the padding token.
         dtype: dtype of a four-dimensional mask: the model's dtype of computation.
     """
 

@@ -92,8 +92,6 @@ def describe_stages(
     """Descriptions of the stages, one line per pp rank.
 
     Args:
-        frozen: names of the frozen parameters.
-        itemsize: bytes per element of parameters, gradients and AdamW's states.
         activations: for each stage, the bytes that a microbatch keeps between forward and backward.
     """
     assert plan.pipeline is not None

@@ -56,13 +56,10 @@ class Beat:
     """One heartbeat of a rank.
 
     Attributes:
-        count: number of the beat.
-        step: number of training steps that the rank has begun.
         collective: the collective that its main thread is in; "" where it computes.
         where: file, line and function that the main thread is in.
         ended: "", or how the rank ended: "left" or "failed".
         order: position among the ranks that ended, from 1.
-        text: the error of a rank that failed.
         heard_at: when the reader saw `count` change last, on the reader's monotonic clock.
     """
 
@@ -162,11 +159,7 @@ def find_place(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
 
 
 class Heartbeat:
-    """This rank's heartbeat thread; see [Note: heartbeats].
-
-    Attributes:
-        step: number of training steps that this rank has begun.
-    """
+    """This rank's heartbeat thread; see [Note: heartbeats]."""
 
     def __init__(self, store: dist.Store, address: RankAddress, *, timeout_seconds: float) -> None:
         self.step = 0

@@ -82,7 +82,6 @@ def write_adapter_files(directory: Path, state: Mapping[str, Tensor], config: by
 
     Args:
         state: full CPU tensors by PEFT's names.
-        config: text of `adapter_config.json`.
     """
     (directory / ADAPTER_CONFIG).unlink(missing_ok=True)  # an older one must not stand beside new weights
     header = {"format": "pt", "adapter_config": json.dumps(json.loads(config), sort_keys=True)}

@@ -148,7 +148,6 @@ def inject(model: nn.Module, adapter: Any, *, on_meta: bool = True) -> nn.Module
 
     Args:
         model: a meta model; or a real one, the same on every rank, with equal random states.
-        adapter: see `read_adapter_config`.
         on_meta: whether the adapter has no values yet.
     """
     config = read_adapter_config(adapter)

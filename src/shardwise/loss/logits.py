@@ -81,7 +81,6 @@ class _Look:
     Attributes:
         name: name of the logits, the same on every tp rank.
         full: the gathered logits; None before they are gathered.
-        detached: state of the detached logits.
     """
 
     context: SplitContext

@@ -110,11 +110,9 @@ class Gradients:
     Attributes:
         norm: norm of the current gradients, if it has been computed.
         is_bad: float32 scalar, 1 if any rank's gradients are infinite or NaN; None if not checked.
-        loss: loss of the last step that added to them, the same on all ranks; None without a `TrainStep`.
         is_late: whether steps continue before the host knows whether gradients are finite (not on CPUs).
         fault: float32 scalar, 1 from the first step on that should raise; None if none was checked.
         pending_fault: `fault` on its way to the host.
-        loss_scale: loss scale of float16; else None.
         is_partial: whether gradients must be summed over ranks before use.
         is_deferred: whether sums wait for a later backward.
         is_in_step: whether `no_sync` is active.

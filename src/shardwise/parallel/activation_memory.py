@@ -143,9 +143,6 @@ class PeakCount(_Count):
     """Context manager that records the peak memory of all tensors made inside, gradients included.
 
     Workspace inside operations and buffers of the communication backend are not counted.
-
-    Attributes:
-        peak_bytes: peak so far.
     """
 
     def __init__(self, model: nn.Module) -> None:

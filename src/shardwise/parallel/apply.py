@@ -130,8 +130,6 @@ class Job:
     """A model that is being split.
 
     Attributes:
-        model: the model, edited in place.
-        registry: facts about the split parameters; holds the resolved plan.
         spec: the request. Its plan is already resolved in `registry`.
         dtype: dtype of floating-point parameters; None keeps theirs.
     """
@@ -158,10 +156,7 @@ class Edit:
     """One step of splitting a model.
 
     Attributes:
-        name: what the step does, for readers.
-        apply: edits the model.
         check: raises if the step cannot be done; runs before any edit.
-        is_needed: whether this model and layout need the step.
     """
 
     name: str

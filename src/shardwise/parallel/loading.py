@@ -77,10 +77,6 @@ def initialize_missing(
 ) -> None:
     """Gives every tensor that is still on the meta device its initial value, on the mesh's device.
 
-    Args:
-        construction: recorded construction of the unsplit model.
-        unsplit: result of `record_missing`.
-
     Communicates: nothing.
     """
     missing: dict[str, list[str]] = {}
@@ -112,10 +108,6 @@ def initialize_attributes(
     model: nn.Module, construction: Construction, unsplit: Mapping[str, Tensor], *, device: torch.device, seed: int
 ) -> None:
     """Computes the plain tensor attributes that are still on the meta device, such as tables of positions.
-
-    Args:
-        construction: recorded construction of the unsplit model.
-        unsplit: result of `attributes_of`.
 
     Communicates: nothing.
     """
@@ -301,7 +293,6 @@ def find_weights(
     """Matches the checkpoint's tensors to each parameter and persistent buffer of `model`, which is not split yet.
 
     Args:
-        allowed: allowed differences between the checkpoint and the model.
         is_guess: whether neither the user nor the checkpoint names the model's class.
         key_mapping: see `from_pretrained`: patterns of checkpoint keys to their replacements.
     """

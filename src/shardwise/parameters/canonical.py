@@ -31,7 +31,6 @@ class Part(NamedTuple):
 
     Attributes:
         local: the part as stored; None if other stages hold the tensor.
-        layout: layout of the full tensor.
         dtype: dtype of the tensor, if other stages hold it.
     """
 
@@ -188,7 +187,6 @@ def canonical_tensor(
 
     Args:
         local: None if other stages hold the tensor.
-        dtype: dtype of the tensor, if other stages hold it.
 
     Communicates: over each axis that splits the tensor, the last step's first, one all-gather of the padded parts; over
     pp, one broadcast from the first stage that holds it.

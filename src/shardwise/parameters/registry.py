@@ -65,11 +65,8 @@ class ParameterEntry:
     """One parameter, or persistent buffer, of a split model.
 
     Attributes:
-        fqn: canonical name.
         layout: canonical shape, and the placement along each axis.
         partial_over: axes along which the ranks' gradients are partial and must be summed.
-        data: handling along the data axes.
-        registry: the model's registry.
     """
 
     fqn: str
@@ -192,7 +189,6 @@ class Registry:
 
     Attributes:
         entries: canonical FQN of every parameter, to its entry.
-        tied: alias FQN to canonical FQN.
         policy: options of the data axes.
         precision: dtypes; None if every tensor keeps its dtype.
         frozen: FQNs of parameters that were frozen when the model was split and are stored in the dtype of computation,
@@ -202,7 +198,6 @@ class Registry:
         casting: casts parameters to the dtype of computation, if FSDP2 does not.
         model: weak reference to the split model, once attached.
         local_state: whether `state_dict` and optimizer states are this rank's parts, as for models split by hand.
-        stages: this rank's pipeline stages; None without a pipeline.
         reads_names: whether only the names of the model's state are being read, so that parts are allowed.
         uses: parameters that backward has used, of the FSDP2 units that ranks may use differently.
         idle_stages: pp coords without trained parameters, found by the last gradient phase.

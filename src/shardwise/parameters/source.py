@@ -14,7 +14,6 @@ def note_source(model: nn.Module, registry: Registry, *, digest: str = "", drawn
     """Records that the parameters of a split model have the values of their source.
 
     Args:
-        digest: digest of the files they were read from.
         drawn: names of parameters that have random values instead.
     """
     states = {

@@ -82,7 +82,6 @@ def broadcast_output(
     Args:
         output: the last stage's output, on its rank, without gradients.
         own: arguments of the forward that every rank gets back as its own (caches).
-        source: rank of the last stage.
         later: whether tensors other than the loss stay there until they are used.
         change: applied to every tensor, or this rank's part of it, before it is returned.
 

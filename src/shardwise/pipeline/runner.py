@@ -67,7 +67,6 @@ class PipelineRunner:
     Attributes:
         is_first, is_last: whether this rank holds the first or the last stage.
         times_next: whether the next run records the time of each action, for `timeline`.
-        name: unique name of this pipeline, the same on every rank.
         num_microbatches: number of microbatches of a forward with gradients; None: as many as fill the pipeline.
         asked_outputs: intermediate outputs that the model's config asked for when it was cut.
     """

@@ -189,7 +189,6 @@ class Microbatch:
     """Input of all stages for one microbatch.
 
     Attributes:
-        arguments: arguments of the model's forward.
         loss_of: computes from the model's output, on the last stage, the scalar on which backward is called; None
             without backward.
         caches: key/value caches, which each stage gets in its own form.

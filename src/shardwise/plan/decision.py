@@ -117,10 +117,8 @@ class SplitPlan:
         tied: alias FQN of every tied parameter, to its canonical FQN.
         units: FQNs of the modules that form each FSDP unit (see [Note: units]).
         norms: FQN of every norm over split features, to its formula.
-        pipeline: the pipeline stages; None without pp.
         weights: FQN of every module that computes with another module's weight, such as an adapter's wrapper, to the
             weight's FQN.
-        work: cost of a token in the unsplit model.
     """
 
     shape: MeshShape

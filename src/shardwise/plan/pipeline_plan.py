@@ -121,10 +121,6 @@ class PipelinePlan:
 
         A stage holds a parameter under the names with which it computes. A parameter that nothing computes with is held
         under its first name: by the first stage of its layer, or outside of layers by the first stage.
-
-        Args:
-            names: FQNs of all parameters, including tied aliases.
-            tied: alias FQN to canonical FQN.
         """
         uses = self.order.uses
         found = {name: tuple(sorted(set(map(self.stage_of, uses.get(name, ()))))) for name in names}

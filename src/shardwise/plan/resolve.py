@@ -24,9 +24,7 @@ class MatchedRules:
     """The rule that governs each name, by section, in the model's order. Names without a rule are left out.
 
     Attributes:
-        parameters: rules of modules and parameters.
         regions: rules of modules; a module that is kept in full is no region.
-        sequence: rules of modules and parameters.
     """
 
     parameters: Mapping[str, ParameterRule] = field(default_factory=dict)

@@ -31,7 +31,6 @@ class SplitStyle:
     split(0; 0-16,64-80|16-32,80-96)  dim 0, exactly these elements on each rank (for one tp_size)
 
     Attributes:
-        num_sections: number of equal sections.
         pieces: the intervals of every rank, if given.
     """
 

@@ -15,7 +15,6 @@ class Heads:
     """Heads of one attention module.
 
     Attributes:
-        num_heads: number of query heads.
         num_key_value_heads: number of key/value heads; equal to `num_heads` in multi-head attention.
         head_dim: features of a query head if the module says so, else None.
     """
@@ -33,7 +32,6 @@ class ModuleFacts:
         kind: "linear" (weight `[out, in]`), "transposed" (weight `[in, out]`), "embedding", "list" (a `ModuleList`
             whose items run one after another), "dict" (a `ModuleDict`), or "other".
         parameters: own parameter name to shape, without children.
-        heads: present on attention modules.
         attributes: integer attributes that the module's forward reads; `config.NAME` for those of its config.
         inputs: names of the arguments of its forward, except names of children and parameters.
     """
@@ -53,7 +51,6 @@ class LayerStack:
     of a stage, experts, or the attentions and the MLP that a layer consists of.
 
     Attributes:
-        fqn: the `ModuleList`.
         items: FQNs of the layers, as registered; `search/trace.py` finds the order in which they run.
         within: FQN of the layer of another stack that contains this one; "" if it is outermost.
     """
@@ -100,11 +97,9 @@ class AdapterFacts:
     """Adapters of a model.
 
     Attributes:
-        adapted: every weight that has adapters.
         instances: FQN of every base module that has another name in the model, to that name; to several names if
             trained copies exist.
         bases: FQN of every parameter outside of adapters, to its name in the base.
-        tied: see `ModelFacts`, with the model's names.
     """
 
     adapted: tuple[Adapted, ...]
@@ -118,14 +113,12 @@ class ModelFacts:
     """An unsplit model. A model with adapters has the names that it would have without.
 
     Attributes:
-        model_type: transformers' `config.model_type`.
         modules: FQN to facts in the model's order; `""` is the model.
         stacks: stacks of layers, as registered; a stack inside of a layer comes after the stack of that layer.
         tied: alias FQN of a tied parameter to its first FQN.
         head: FQN of the output embedding (`lm_head`); None if there is none.
         embedding: FQN of the input embedding; None if there is none.
         embedding_gives_logits: whether logits are computed from the embedding's weight outside of any module's forward.
-        adapters: facts about adapters; None if there are none.
     """
 
     model_type: str

@@ -323,9 +323,6 @@ _ALLOWED = 1e-3  # of the largest entry of a gradient
 def find_layer_order(model: nn.Module) -> LayerOrder:
     """The layers of `model` in order of execution, the tensors between them, and the users of each parameter.
     Communicates nothing.
-
-    Args:
-        model: a transformers model, real or meta, unsplit.
     """
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):

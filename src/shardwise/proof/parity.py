@@ -134,7 +134,6 @@ def measure(
     """Trains `unsplit` and a split copy on the same `batch`. Every rank of `mesh` calls this with equal arguments.
 
     Args:
-        unsplit: the unsplit model; not changed.
         step: runs forward and backward of a split model and returns the loss.
         reference_loss: computes the unsplit model's loss; default: `loss_or_surrogate` of its output.
         num_steps: number of AdamW steps after which the replicas are compared. Parameters are compared after three.
@@ -214,7 +213,6 @@ def measure_in_training(
 
     Args:
         batch: one row for each forward.
-        split, step: see `measure`.
         loss_of: computes the loss of the full model, given the draws of each data rank.
         drops: train with dropout; False: train in the model's current mode.
 
@@ -264,7 +262,6 @@ def measure_narrow(
         full: the model in float32.
         exact: the same weights in float64, or in float32.
         split: splits a float32 copy so that it computes in `dtype`.
-        step, loss_of: see `measure`.
     """
     exact, reference = copy.deepcopy(exact), copy.deepcopy(full).to(dtype)
     model = split(copy.deepcopy(full), mesh)
@@ -377,10 +374,6 @@ class Report:
     """Result of proving a split; `str` is the table.
 
     Attributes:
-        subject: the model.
-        layout: its layout.
-        measurements: one per rank.
-        seconds: duration of the proof.
         not_given: image, video and sound arguments that the model takes and did not receive.
         without_dropout: reason why nothing was dropped, if so.
     """

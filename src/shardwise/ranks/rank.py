@@ -112,7 +112,6 @@ class Case:
     """A function call that every rank of one `spawn` runs.
 
     Attributes:
-        file: file of the module; None if there is none.
         env: the environment, except variables that differ between ranks.
         payload: pickled arguments, keyword arguments and warning filters, whose classes may be defined in the module.
         seconds: time after which a rank prints its stack.

@@ -214,9 +214,6 @@ def _own_parameters(fqn: str, wrapper: Any) -> Iterator[AdapterParameter]:
 def _reads_all(wrapper: Any, base: nn.Module, held: Set[str]) -> str:
     """Names the adapter's kind if it must read the full weight, because it is not plain `B @ A` added to the output;
     else "".
-
-    Args:
-        held: names of the containers in the wrapper that hold the adapter's parameters.
     """
     variants = getattr(wrapper, "lora_variant", None)
     if variants:

@@ -23,10 +23,7 @@ class Axis:
     """One axis of the mesh from this rank's view.
 
     Attributes:
-        name: name of the axis, such as "tp".
         group: process group along the axis; None if the axis has one rank.
-        size: number of ranks along the axis.
-        coord: this rank's coordinate on the axis.
     """
 
     name: str

@@ -48,11 +48,7 @@ class RandomStreams:
         return RandomStreams(self.seed, dict(self._before))
 
     def begin(self, level: str, device: torch.device, coord: int, *, replicated: str = "") -> None:
-        """Begins the rank-local stream of the rank at `coord`; with `replicated`, the replicated stream of that name.
-
-        Args:
-            level: one of `_LEVELS`.
-        """
+        """Begins the rank-local stream of the rank at `coord`; with `replicated`, that replicated stream."""
         is_outside = self.seed is None or (level == "adapter" and "region" not in self._before)
         if level in self._before or (replicated and is_outside):
             return  # several modules may enter one region, one after another
@@ -168,7 +164,6 @@ class ForwardState:
             of regions.
         pending_sum: partial sum that a later region of the same layer will reduce.
         loss_mode: function mode that the head has entered.
-        random: random streams that have begun.
     """
 
     lengths: dict[str, int] = field(default_factory=dict)

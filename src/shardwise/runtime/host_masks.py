@@ -116,12 +116,7 @@ def _asks_for_names(module: Any) -> bool:
 
 
 def read_host_mask(batch: Mapping[str, Any], device: torch.device) -> HostMask | None:
-    """Reads the `HostMask` of a batch; None if the batch is not on the host, or its mask has more than two dims.
-
-    Args:
-        batch: inputs of a forward.
-        device: device on which the forward will run.
-    """
+    """Reads the `HostMask` of a batch; None if the batch is not on the host, or its mask has more than two dims."""
     tokens = batch.get("input_ids")
     tokens = batch.get("inputs_embeds") if tokens is None else tokens
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")

@@ -26,7 +26,6 @@ class Casting:
     """The dtype in which a model computes, and the parameters that are already cast.
 
     Attributes:
-        dtype: the dtype of computation.
         is_on: whether a unit's forward is running.
         shared: cast parameters that the microbatches of a pipeline step share; None outside of such a step.
     """

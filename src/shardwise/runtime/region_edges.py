@@ -58,9 +58,6 @@ from shardwise.runtime.forward_state import GradientFactor, Sum, ends_missing
 def install_stack(layers: nn.ModuleList, stack: str, context: SplitContext) -> None:
     """Splits the hidden states along the sequence at the entry of the first layer, and gathers them after the last.
 
-    Args:
-        stack: FQN of `layers`.
-
     Communicates: over tp, one all-gather after the last layer in forward, and one of the gradient before the first
     layer in backward.
     """
@@ -381,7 +378,6 @@ def install_region(
 
     Args:
         stack: name of the stack of layers whose hidden states are split along the sequence; None: they are full.
-        name: FQN of the module.
         leave: end of the region at its own output.
         residual_inputs: names of inputs that are added after the sum and do not enter the region.
         parts: names of further inputs that are split along the sequence like the hidden states.

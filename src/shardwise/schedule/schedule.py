@@ -299,7 +299,6 @@ class _Family:
     """The schedules of one name, and the sizes they support.
 
     Attributes:
-        fewest_stages: minimum stages per rank.
         most_stages: maximum stages per rank; None: no limit.
         is_v: whether stages return in reverse rank order; else they start again at the first rank.
         needs_full: whether there must be at least one microbatch per stage.

@@ -29,9 +29,6 @@ _MAX_ADDED = 2
 class BlockGraph:
     """The dependences of a block's ranks.
 
-    Args:
-        products: all row products of the layer.
-
     Attributes:
         layer: the layer, watched thoroughly, with the outputs of its row products detached.
         required_indices: what each rank must hold of the other parameters that the block splits.

@@ -125,7 +125,6 @@ def build_subject(model: nn.Module, *, num_parts: int, is_deep: bool = False) ->
     """Builds the tiny model on which plans for `model` are tried.
 
     Args:
-        model: a transformers model, real or meta, unsplit.
         is_deep: give the tiny model as many layers as `model`, not only some of every kind.
     """
     name = type(model).__name__

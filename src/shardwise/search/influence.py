@@ -120,7 +120,6 @@ class RowProduct:
     """A product at which a region ends, and what each rank needs for its run of input features.
 
     Attributes:
-        layer: FQN of the layer.
         parameter: FQN of the weight whose input features are split along `input_dim`.
         required_indices: for every parameter of the layer that can be split for this product, what each rank needs.
         reenters: whether a later row product of the same region depends on the sum.

@@ -36,7 +36,6 @@ def plan_for(model: nn.Module, spec: ParallelSpec, *, num_parts: int, facts: Mod
     Args:
         spec: its plan is "auto" (see above); "declared": transformers' plan, untried; "derived": search again; or rules
             on top of the automatic plan.
-        facts: facts about the model; read here if None.
     """
     kind, given = read_request(spec.plan)
     if num_parts == 1:

@@ -33,11 +33,7 @@ class Candidate:
 
 
 def with_reasons(candidate: Candidate, reasons: Mapping[str, str]) -> Plan:
-    """The candidate's plan with a reason for each matrix in layers that no rule names.
-
-    Args:
-        reasons: FQNs of parameters to the reason why no split passed.
-    """
+    """The candidate's plan with a reason for each matrix in layers that no rule names."""
     rules = [
         ParameterRule(fqn, "replicate", source="structure", reason=reasons[fqn])
         for fqn, planned in candidate.split.parameters.items()
@@ -53,7 +49,6 @@ def check_share(name: str, candidate: Candidate, reasons: Mapping[str, str], rea
     """Raises `PlanError` if the best plan for the model `name` splits almost nothing of its layers.
 
     Args:
-        reasons: FQNs of parameters to the reason why no split passed.
         reached: FQNs of the parameters that have a gradient.
     """
     used = [
@@ -91,11 +86,7 @@ def unplanned_error(name: str, num_parts: int, verdict: Verdict) -> PlanError:
 
 
 def no_plan_error(name: str, verdicts: Sequence[Verdict], *, num_parts: int, sequence_parallel: bool) -> PlanError:
-    """Error for the model `name`, for which no plan passed.
-
-    Args:
-        verdicts: on all plans, in the order in which they were tried.
-    """
+    """Error for the model `name`, for which no plan passed."""
     informative = [each for each in verdicts if not each.lacks_stack] or verdicts
     at = star_numbers(next((each.module for each in informative if each.module), ""))
     where, fix = f"over tp={num_parts}", "use a layout without tp"

@@ -46,7 +46,6 @@ class Use:
     """One product of an activation with a parameter.
 
     Attributes:
-        module: FQN of the running module.
         x: the activation, in the layer's graph.
         input_dim: the contracted dim of the parameter.
     """

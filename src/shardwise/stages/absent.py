@@ -33,12 +33,7 @@ _DROPOUTS = frozenset(("dropout", "feature_dropout", "alpha_dropout", "feature_a
 
 
 class Absent(Tensor):
-    """A tensor without values until one is bound to it (see [Note: absent tensors]).
-
-    Args:
-        meta: meta tensor with its shape, strides and dtype.
-        device: device of the real tensor.
-    """
+    """A tensor without values until one is bound to it (see [Note: absent tensors])."""
 
     meta: Tensor
     value: Tensor | None

@@ -204,7 +204,6 @@ class Stages:
         """Runs one stage's part of the model's forward.
 
         Args:
-            arguments: arguments of the model's forward, the same for every stage.
             received: tensors from the previous stage, in the order of `shapes`; empty for the first stage.
 
         Returns:

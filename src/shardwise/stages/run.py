@@ -196,7 +196,6 @@ class StageRun:
     Args:
         wanted: anchors of the tensors to find.
         skipped: number of leading segments that do not run, because the caller passes their results.
-        is_foreign: whether other stages compute the beginning.
     """
 
     measures = False
@@ -336,9 +335,7 @@ class ComputeRun(StageRun):
     """A stage's own forward: its segments compute, earlier ones are foreign, and it ends when the cut tensors are sent.
 
     Args:
-        first: its first segment.
         last: the segment before which it ends; None: the end of the model.
-        received: tensors from the previous stage.
         skipped: number of leading segments that do not run, because the caller passes their results.
         travels: in such a run, anchors of the tensors sent at the cut before each segment; the rest is given.
     """

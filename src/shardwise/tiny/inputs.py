@@ -102,10 +102,7 @@ def make_signal(model: PreTrainedModel, name: str, shape: tuple[int, int], *, ge
     """Noise for an argument in `signals_of`.
 
     Args:
-        model: its configuration gives the sizes.
-        name: name of the argument.
         shape: batch size and sequence length; the latter counts frames after the model's convolutions.
-        generator: generator of the noise.
     """
     try:
         size = _SIZES[name](_fields(model), shape[1])
@@ -195,10 +192,6 @@ def make_batch(
     """Random inputs for `model`, with labels if its forward takes them.
 
     Args:
-        model: its forward's arguments and its class determine the content of the batch.
-        batch_size: number of sequences.
-        sequence_length: tokens per sequence, in encoder and decoder.
-        seed: seed of all values.
         padding: side of every second sequence where a quarter is masked.
 
     Returns:
@@ -235,12 +228,7 @@ def make_batch(
 
 
 def add_media(model: PreTrainedModel, batch: dict[str, Tensor], *, seed: int) -> dict[str, Tensor]:
-    """Adds an image and a sound before the tokens of every row, as far as the model supports them.
-
-    Args:
-        batch: from `make_batch`.
-        seed: seed of the added values.
-    """
+    """Adds an image and a sound before the tokens of every row, as far as the model supports them."""
     generator = torch.Generator().manual_seed(seed)
     for name, (medium, method) in _MEDIA.items():
         numbers = (getattr(model.config, f"{medium}_token_{end}", None) for end in ("id", "index"))

@@ -41,9 +41,7 @@ def build_tiny_model(config: PreTrainedConfig, cls: Any, *, seed: int) -> PreTra
     """A model of `config` on the CPU in float32 with random, nonconstant weights; equal for equal seeds.
 
     Args:
-        config: a tiny config, from `shrink_config`.
         cls: a model class, or an auto class such as `AutoModelForCausalLM`.
-        seed: seed of all weights.
     """
     config = _config_for(cls, config)
     make = cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else cls.from_config

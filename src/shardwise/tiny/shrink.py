@@ -26,8 +26,6 @@ def choose_layers(values: Mapping[str, Any], num_layers: int, wanted: int, *, re
     """Indices of the original layers that the tiny model keeps, ascending: at least `wanted`, `repeats` of each kind.
 
     Args:
-        values: attributes of the configuration.
-        num_layers: number of layers of the original.
         wanted: number of layers of the tiny model if there is only one kind.
     """
     kinds = [_kind(values, num_layers, index) for index in range(num_layers)]
@@ -157,11 +155,7 @@ def shrink_config(
 
 
 def keep_layers(config: PreTrainedConfig, *, num_layers: int = 2) -> PreTrainedConfig:
-    """A copy of `config` with few layers, of every kind, at its own sizes, with deterministic forwards.
-
-    Args:
-        num_layers: layers of a stack whose layers are all alike.
-    """
+    """A copy of `config` with few layers, of every kind, at its own sizes, with deterministic forwards."""
     short = copy.deepcopy(config)
     for original, part in zip(sub_configs(config), list(sub_configs(short)), strict=True):
         shrink = _Shrink(original, set(), num_layers=num_layers, vocab_size=0, num_parts=1)

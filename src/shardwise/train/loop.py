@@ -99,14 +99,10 @@ class TrainingComponents:
     Attributes:
         step: forward and backward of one batch; leaves gradients in the model (a `TrainStep`).
         clip: clips gradients to a norm and returns the norm before clipping.
-        optimizer: optimizer over the model's parameters.
-        batches: an endless stream of this rank's batches.
-        device: device of the model, whose memory is reported.
         evaluate: returns the validation loss; None without held-out data.
         nonfinite: handling of infinite or NaN gradients. "checked": the loop checks before every update and raises.
             "raised": the optimizer raises, so the loop does not check. "skipped": the optimizer skips the step and the
             run continues.
-        num_devices: number of devices of all ranks.
     """
 
     step: Callable[[Mapping[str, torch.Tensor]], StepResult]
@@ -124,10 +120,7 @@ class StepRecord:
     """Log record of one optimizer step.
 
     Attributes:
-        step: counted from 1.
         loss: mean over the tokens of the global batch, before this step's update.
-        grad_norm: norm of the gradients before clipping.
-        tokens: tokens of the global batch that counted towards the loss.
         tokens_per_second: over all ranks.
         memory_bytes: peak memory of this rank so far: allocated on its GPU, or of the process without a GPU.
         reserved_bytes: peak GPU memory reserved by torch, including fragmentation.
@@ -187,13 +180,8 @@ def run_loop(
     run fails.
 
     Args:
-        parts: the step, the optimizer and the other components.
-        num_steps: length of the run, which the learning-rate schedule spans.
         settings: the learning rate, its schedule and clipping.
-        reporters: receive each record, in this order; usually on one rank only. A reporter that fails to write is
-            dropped.
         eval_every: steps between evaluations; an evaluation always follows the last step. 0: no evaluation.
-        num_done: steps that an earlier run has done.
         checkpoints: called after every step, after the reporters; may end the run.
         report_every: number of steps whose records are read together.
     """

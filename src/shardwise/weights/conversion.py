@@ -44,7 +44,6 @@ class Resolution:
 
     Attributes:
         tensors: FQN to its canonical tensor, of the right shape. Has all tied names if one of them is stored.
-        missing: FQNs that the checkpoint lacks (except tied and ignorable ones); they are initialized.
         unexpected: Renamed keys of the checkpoint that the model does not have.
         mismatched: FQN to (shape in the checkpoint, shape in the model); they are initialized too.
         conversion_errors: FQN to the text of a conversion's error; the FQN is also in `missing`.
@@ -73,7 +72,6 @@ def resolve_keys(
     format there for saving.
 
     Args:
-        model: Any transformers model, meta or real, unsplit or split.
         shapes: FQN to canonical shape for the unsplit model: all of `state_dict()` before any split.
         key_mapping: See `from_pretrained`: patterns of checkpoint keys to their replacements.
         prefix: Removed from the keys that begin with it.
@@ -209,12 +207,7 @@ class _Collected:
 
 @dataclass(frozen=True)
 class ExportGroup:
-    """Tensors of a model that are needed together to write some tensors of a checkpoint.
-
-    Attributes:
-        fqns: names in the model.
-        names: names in the checkpoint.
-    """
+    """Tensors of a model that are needed together to write some tensors of a checkpoint."""
 
     fqns: tuple[str, ...]
     names: tuple[str, ...]
@@ -287,7 +280,6 @@ def plan_export(
     out.
 
     Args:
-        model: Any transformers model, unsplit or split. The tensors of other models are written unchanged.
         tensors: FQN to a (meta) tensor of the canonical shape and dtype to save, for the unsplit model.
         is_tied: whether names that transformers ties share one tensor (`has_tied_weights`).
     """

@@ -123,13 +123,7 @@ class CheckpointFiles:
 def locate_files(
     path_or_hub_id: str | os.PathLike[str], *, variant: str | None = None, **options: Any
 ) -> CheckpointFiles:
-    """Finds `model.safetensors`, or `model.safetensors.index.json` and its shards.
-
-    Args:
-        path_or_hub_id: A directory, or a hub id.
-        variant: As in `model.fp16.safetensors`.
-        options: The other `HUB_OPTIONS`.
-    """
+    """Finds `model.safetensors`, or `model.safetensors.index.json` and its shards."""
     single, index = _add_variant(SAFE_WEIGHTS_NAME, variant), _add_variant(SAFE_WEIGHTS_INDEX_NAME, variant)
     directory = locate_source(path_or_hub_id, **options)
     found = _fetch(path_or_hub_id, single, options)

@@ -59,7 +59,6 @@ class TensorFileWriter:
     """Writes one file; a context manager that flushes it at the end of the block.
 
     Args:
-        path: path of the file, which must not exist.
         tensors: name, dtype and shape of each tensor, in the order of the `write` calls: wide dtypes first, so that
             each tensor is aligned to its element size.
 
@@ -142,8 +141,6 @@ class PlannedShards:
     """The shards of a running export. Several processes may each write some shards, each shard's tensors in order.
 
     Args:
-        staging: directory that holds the shards.
-        planned: every tensor, in order.
         max_shard_bytes: bytes of tensors per file; a larger tensor gets its own file.
 
     Attributes:
@@ -218,11 +215,9 @@ class PretrainedWriter:
     Args:
         directory: the target. Files of the same names and older weights are replaced; all others stay.
         max_shard_bytes: bytes of tensors per file; a larger tensor gets its own file.
-        planned: every tensor that will be added, in order.
 
     Attributes:
         staging: hidden directory in the target that holds all files until `finish`.
-        shards: the weight files in it.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, max_shard_bytes: int, planned: Sequence[Planned]) -> None:
