@@ -44,10 +44,6 @@ from shardwise.topology.shape import MeshShape
 def prepare(given: nn.Module, mesh: Mesh, spec: ParallelSpec, *, dtype: torch.dtype | None = None) -> Registry:
     """Splits a model (real or meta) over `mesh` in place. `parallelize` does this, and `load` before it reads weights.
 
-    Args:
-        given: the model, or PEFT's wrapper around it.
-        dtype: see `apply_plan`.
-
     Raises:
         PlanError: the plan cannot be applied; the same error on every rank, before anything is changed.
         RankError: the ranks' models or options differ.

@@ -65,12 +65,10 @@ class WeightSource:
     """Source of a meta model's values: read from a checkpoint, else initialized like the unsplit model.
 
     Attributes:
-        index: the checkpoint; None if nothing is read.
         found: tensors of the checkpoint by the model's names.
         construction: recorded construction of the model.
         unsplit: unsplit meta tensors that will be initialized.
         attributes: meta tensors that modules hold as plain attributes, by their names in the base.
-        dtype: dtype to which read tensors are converted.
         later: recorded construction and tensors of adapters that were added later.
     """
 
@@ -130,7 +128,6 @@ class WeightSource:
         """Fills this rank's part of the tensors that are still on the meta device.
 
         Args:
-            seed: seed of values that no checkpoint holds.
             reads: False if the checkpoint's tensors are already filled from elsewhere.
 
         Raises:

@@ -140,7 +140,6 @@ class Proof:
     """Description of a proof, passed to every rank.
 
     Attributes:
-        config: config of the tiny model.
         drops: whether the user's model has dropout. If so, the tiny one is also trained once with dropout.
         dtype: parameter dtype of the second, narrower run; None: that of the spec's precision.
         adapters: PEFT configs by the adapters' names.

@@ -39,8 +39,6 @@ class LossHooks:
     """Hooks on one split model.
 
     Args:
-        model: the root of a split model.
-        registry: facts about its parameters.
         gradients: state of its gradients. While a `TrainStep` runs, which weights its microbatches itself, the hooks do
             nothing.
 
@@ -199,9 +197,6 @@ class SplitModels:
     moved to the device and set to rank 0's values, as in Lightning's own strategies.
 
     Args:
-        module: the LightningModule.
-        mesh: mesh of the strategy.
-        spec: options of the strategy.
         trains: whether models with trained parameters should be in training mode; `from_pretrained` and `load` leave
             them in eval mode.
 

@@ -51,10 +51,6 @@ class ShardwisePrecision(LightningPrecision):
 def read_precision(plugin: Any, own: Precision | None) -> ShardwisePrecision:
     """The plugin for the arguments `Trainer(precision=..., plugins=...)`.
 
-    Args:
-        plugin: Lightning's plugin.
-        own: the strategy's option.
-
     Raises:
         UnsupportedError: Shardwise does not support the plugin.
         ConfigError: it contradicts the strategy's option.

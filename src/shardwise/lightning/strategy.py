@@ -135,12 +135,7 @@ class Window:
         return loss * (num_targets / first.clamp(min=1.0))
 
     def close(self, parameters: Iterable[Tensor], num_batches: int) -> None:
-        """Ends the window: scales gradients to the mean over all targets of the window.
-
-        Args:
-            parameters: parameters whose gradients are scaled.
-            num_batches: divisor of every loss.
-        """
+        """Ends the window: scales gradients to the mean over all targets of the window."""
         counts = [each for each in self._counts if each is not None]
         if counts and len(counts) == len(self._counts):
             total = torch.stack(counts).sum()
@@ -173,7 +168,6 @@ class ShardwiseStrategy(SavesParts, Exchanges):
         options: options of Lightning's `ParallelStrategy` (`cluster_environment`, `checkpoint_io`, …).
 
     Attributes:
-        spec: the request besides the layout.
         last_loss: loss of the last training step, over all data ranks; None before the first.
 
     Raises:

@@ -33,7 +33,6 @@ class GroupedProjections(SplitModule):
             output is gathered.
         num_heads: number of key/value heads, which must fit the copies, if known (see `note_heads`).
         fused: keep the three weights (and biases) as one, `weight_qkv`; else `weight_q`, `weight_k`, `weight_v`.
-        others: see `shardwise.compat.layers.linears.ColumnLinear`.
 
     Raises:
         ConfigError: the copies do not divide over tp, or the queries do not divide among them.

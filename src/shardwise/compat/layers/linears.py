@@ -57,7 +57,6 @@ class ColumnLinear(_SplitLinear):
 
     Args:
         gathers: whether the output is full on every rank.
-        options: see `_SplitLinear`; `sequence_dim` is that of the input.
 
     Communicates: over tp, one all-reduce of the input's gradient (see `SplitModule.enter`), and with `gathers` one
     all-gather in forward.
@@ -84,7 +83,6 @@ class RowLinear(_SplitLinear):
 
     Args:
         input_is_split: whether a rank receives its part of the features, or all of them.
-        options: see `_SplitLinear`; `sequence_dim` is that of the output.
 
     Raises:
         ConfigError: full features are combined with parts of the sequence.

@@ -31,9 +31,6 @@ class NeuronLTModule(LightningModule):
         grad_accum_steps: batches per step with `manual_opt`; else use `Trainer(accumulate_grad_batches=...)`.
         log_rank0: no effect: rank 0 knows the loss of all ranks.
         manual_opt: whether `training_step` steps the optimizer itself, or the Trainer does.
-
-    Attributes:
-        model: the `NxDModel`, available from `configure_model` on.
     """
 
     def __init__(
@@ -111,7 +108,6 @@ class NeuronXLAStrategy(ShardwiseStrategy):
     Args:
         tensor_parallel_size, pipeline_parallel_size: only without a config.
         save_load_xser: no effect: checkpoints are directories that any layout loads.
-        options: see `ShardwiseStrategy`.
 
     Raises:
         MeshError: the sizes do not divide the Trainer's devices (raised by the Trainer).

@@ -43,7 +43,6 @@ class NeuronZero1Optimizer(NxDOptimizer):
         max_norm: maximum norm of the full gradients, with `grad_clipping`.
         sharding_groups: the data-parallel groups, which are also the default.
         grad_norm_groups, pin_layout: no effect: every element counts once, however it is stored.
-        defaults: options of `optimizer_class`.
 
     Raises:
         ConfigError: `sharding_groups` are other groups.

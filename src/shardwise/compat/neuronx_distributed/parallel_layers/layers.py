@@ -83,9 +83,6 @@ class ParallelEmbedding(StandaloneEmbedding):
 def own_options(order: Sequence[str], args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
     """Converts NxD's options of a layer to ours. Unknown ones stay, and raise a TypeError later.
 
-    Args:
-        order: names of the positional options.
-
     Raises:
         UnsupportedError: an option is not supported.
     """

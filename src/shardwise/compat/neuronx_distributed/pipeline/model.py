@@ -16,7 +16,6 @@ class NxDPPModel(NxDModel):
 
     Args:
         module: a model, real, the same on every rank, not split yet.
-        pipeline_config: see `neuronx_distributed_config`.
 
     Raises:
         ConfigError: a key is unknown, or a cut names no layer of the model.

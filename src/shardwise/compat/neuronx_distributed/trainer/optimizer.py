@@ -21,10 +21,8 @@ class NxDOptimizer(torch.optim.Optimizer):
         optimizer: any optimizer over parameters of a split model, or of an unregistered model that is equal on tp
             ranks.
         mesh: mesh whose data ranks share the batch.
-        max_norm: maximum norm of the full gradients; None: no clipping.
 
     Attributes:
-        optimizer: the wrapped optimizer.
         grad_norm: norm of the last step before clipping; None without clipping.
     """
 

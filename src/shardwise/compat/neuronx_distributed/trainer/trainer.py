@@ -148,9 +148,6 @@ def initialize_parallel_optimizer(
     """Builds an optimizer whose step clips by the norm of the full gradients. With ZeRO-1 its states, and the model's
     parameters, are sharded over data ranks.
 
-    Args:
-        parameters: parameters of the model, or groups of them.
-
     Raises:
         ConfigError: there are none.
     """

@@ -164,9 +164,6 @@ class Parallelizer:
         """The optimizer over the split model's parameters. A lazy optimizer is created as requested; any other keeps
         its class, options, groups and state.
 
-        Args:
-            orig_param_to_parallel_param_on_xla: id of a parameter of `optimizer`, to the split parameter.
-
         Raises:
             ConfigError: the mapping lacks parameters of the optimizer that belong to no other stage.
             UnsupportedError: the optimizer does not update parts of parameters like full ones.

@@ -49,9 +49,6 @@ def move_optimizer(optimizer: torch.optim.Optimizer, moved: Mapping[int, Tensor]
     A lazy optimizer (`lazy_class`) is created as requested. Any other keeps its class, its options, those of its
     groups, and this rank's part of its state. Parameters of other stages are left out.
 
-    Args:
-        moved: id of a parameter to the split parameter.
-
     Raises:
         ConfigError: `moved` lacks parameters of the optimizer without stages, or holds no parameters.
         UnsupportedError: the optimizer does not update parts like full parameters.
