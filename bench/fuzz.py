@@ -33,10 +33,7 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     cases = draw_cases(
-        arguments.number,
-        layout=arguments.layout,
-        sequence_parallel=arguments.sequence_parallel,
-        seed=arguments.seed,
+        arguments.number, layout=arguments.layout, sequence_parallel=arguments.sequence_parallel, seed=arguments.seed
     )
     if arguments.only:
         cases = [case for case in cases if case.model_type in arguments.only]

@@ -72,10 +72,7 @@ class StubStages(Stages):
 def stub_runner(mesh, name, *, num_microbatches=8, num_stages_per_rank=None, fails_at=None, drops=0.0):
     """The model, with what this rank does not hold on meta, and what runs its stages."""
     schedule = build_schedule(
-        name,
-        pp_size=mesh.size("pp"),
-        num_microbatches=num_microbatches,
-        num_stages_per_rank=num_stages_per_rank,
+        name, pp_size=mesh.size("pp"), num_microbatches=num_microbatches, num_stages_per_rank=num_stages_per_rank
     )
     rank_of = tuple(schedule.rank_of.values())
     calls = tuple(f"blocks.{number}" for number in range(len(rank_of)))

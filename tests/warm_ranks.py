@@ -29,10 +29,7 @@ from tests.families import tiny_batch, tiny_model
 
 __all__: list[str] = []
 
-LAYOUTS = {
-    "tp7": {"num_attention_heads": 14, "num_key_value_heads": 7, "hidden_size": 112},
-    "fsdp7": {},
-}
+LAYOUTS = {"tp7": {"num_attention_heads": 14, "num_key_value_heads": 7, "hidden_size": 112}, "fsdp7": {}}
 """Of sizes that no test has: what torch keeps by mesh is found by none of theirs. With what the model then needs."""
 
 

@@ -23,10 +23,7 @@ class Support:
         return f"{self.oldest} to {self.tested}"
 
 
-SUPPORTED = {
-    "torch": Support(oldest="2.11", tested="2.14"),
-    "transformers": Support(oldest="5.17", tested="5.24"),
-}
+SUPPORTED = {"torch": Support(oldest="2.11", tested="2.14"), "transformers": Support(oldest="5.17", tested="5.24")}
 
 
 def release_of(text: str) -> tuple[int, ...]:

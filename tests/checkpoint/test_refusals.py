@@ -82,10 +82,7 @@ DAMAGE = {
     "a byte of the index": (lambda root: flip(root / "step-2" / "tensors.json", 99), "tensors.json is damaged"),
     "a byte of the manifest": (lambda root: flip(root / "step-2" / "manifest.json", 80), "manifest"),
     "a byte of the configuration": (lambda root: flip(root / "step-2" / "config.json", 9), "config.json is damaged"),
-    "cut short": (
-        lambda root: os.truncate(root / "step-2" / TENSORS, 5000),
-        f"{TENSORS} has 5,000 bytes of [0-9,]*",
-    ),
+    "cut short": (lambda root: os.truncate(root / "step-2" / TENSORS, 5000), f"{TENSORS} has 5,000 bytes of [0-9,]*"),
     "an index cut short": (
         lambda root: os.truncate(root / "step-2" / "tensors.json", 50),
         "tensors.json has 50 bytes of",

@@ -220,11 +220,7 @@ BAD = {
         ["data.prompt_key=question"],
         ["data.prompt_key: says something of data.format: prompt; the format is chat"],
     ),
-    "data: text in a prompt's directory": (
-        None,
-        ["data.include=['*.md']"],
-        ["data/README.md is no .jsonl file"],
-    ),
+    "data: text in a prompt's directory": (None, ["data.include=['*.md']"], ["data/README.md is no .jsonl file"]),
     "data: as text": (
         None,
         ["data.format=text", "data.include=['*.jsonl']"],

@@ -145,11 +145,7 @@ def _items() -> list[Item]:
         found += [
             Item(2, f"{home}.neuronx_distributed_config", _CONFIG),
             Item(2, f"{home}.initialize_parallel_model", "(nxd_config, model_fn, *model_args, **model_kwargs)"),
-            Item(
-                2,
-                f"{home}.initialize_parallel_optimizer",
-                "(nxd_config, optimizer_class, parameters, **defaults)",
-            ),
+            Item(2, f"{home}.initialize_parallel_optimizer", "(nxd_config, optimizer_class, parameters, **defaults)"),
             Item(2, f"{home}.save_checkpoint", _SAVE),
             Item(2, f"{home}.load_checkpoint", _LOAD),
         ]

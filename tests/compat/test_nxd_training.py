@@ -110,10 +110,7 @@ def adapters_in_stages(mesh):
     whole = LoRAModel(tiny_model("llama").train(), config)
     expected = train_unsplit(whole.train(), batches()[:3])
     nxd_config = nxd.neuronx_distributed_config(
-        pipeline_parallel_size=2,
-        pipeline_config={"num_microbatches": 2},
-        optimizer_config=CLIPPED,
-        lora_config=config,
+        pipeline_parallel_size=2, pipeline_config={"num_microbatches": 2}, optimizer_config=CLIPPED, lora_config=config
     )
     torch.manual_seed(0)
     model = nxd.initialize_parallel_model(nxd_config, tiny_model, "llama")

@@ -257,15 +257,7 @@ def details(mesh, directory):
 def test_groups_saving_and_what_is_refused(on_ranks, layout, tmp_path):
     ranks = on_ranks(details, directory=str(tmp_path))
     for found in ranks:
-        assert found["groups"] == (
-            [[0, 1], [2, 3]],
-            [[0, 2], [1, 3]],
-            [[0], [1], [2], [3]],
-            True,
-            True,
-            2,
-            2,
-        )
+        assert found["groups"] == ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0], [1], [2], [3]], True, True, 2, 2)
         assert found["norms"] == [[], []] and found["stepped"]
         assert found["rest"] == {"epoch": 3} and found["loaded"] and found["xser"] and found["from full"]
         assert found["mappings"] == (True, [2.0])

@@ -124,11 +124,7 @@ def test_a_packed_row_equals_its_documents_run_apart(on_ranks, layout, sequence_
 @pytest.mark.single
 @pytest.mark.parametrize(
     ("kind", "packed", "apart"),
-    [
-        ("llama", True, "positions"),
-        ("gemma3_text", True, "positions"),
-        ("opt", True, "mask"),
-    ],
+    [("llama", True, "positions"), ("gemma3_text", True, "positions"), ("opt", True, "mask")],
 )
 def test_what_keeps_documents_apart_is_found_by_trying(kind, packed, apart):
     config = transformers.AutoConfig.for_model(kind)

@@ -10,8 +10,7 @@ pytestmark = pytest.mark.single
 
 
 @pytest.mark.parametrize(
-    ("code", "words"),
-    [(143, "it was ended by SIGTERM"), (255, "SystemExit: 255"), (1, "SystemExit: 1")],
+    ("code", "words"), [(143, "it was ended by SIGTERM"), (255, "SystemExit: 255"), (1, "SystemExit: 1")]
 )
 def test_an_exit_code_is_a_signal_only_where_there_is_such_a_signal(code, words):
     assert processes._in_words(SystemExit(code)) == words

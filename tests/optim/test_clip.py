@@ -23,10 +23,7 @@ pytestmark = pytest.mark.spawn
 ORDERS = (1.0, 2.0, 3.5, math.inf)
 
 
-CASES = {
-    "llama": ({"num_key_value_heads": 2}, True),
-    "phi3": ({"num_key_value_heads": 1, "tied": True}, False),
-}
+CASES = {"llama": ({"num_key_value_heads": 2}, True), "phi3": ({"num_key_value_heads": 1, "tied": True}, False)}
 
 
 @functools.lru_cache(maxsize=1)

@@ -74,10 +74,7 @@ TWO = {"num_hidden_layers": 2}
 CASES = {
     # of its lists of embeddings and heads none
     "MusicgenForCausalLM": (TWO, {"model.decoder.layers": (2, "")}),
-    "BartModel": (
-        {"encoder_layers": 2, "decoder_layers": 3},
-        {"encoder.layers": (2, ""), "decoder.layers": (3, "")},
-    ),
+    "BartModel": ({"encoder_layers": 2, "decoder_layers": 3}, {"encoder.layers": (2, ""), "decoder.layers": (3, "")}),
     # what a layer of it consists of is a list again
     "T5Model": (
         {"num_layers": 1, "num_decoder_layers": 1},

@@ -217,10 +217,7 @@ UNFIT = {
         lambda s: {f"a{number}.b": value for number, value in enumerate(s.values())},
         {},
         {},
-        (
-            "0 of 21 tensors fit LlamaForCausalLM",
-            "21 not in the checkpoint: lm_head.weight, model.embed_tokens.weight",
-        ),
+        ("0 of 21 tensors fit LlamaForCausalLM", "21 not in the checkpoint: lm_head.weight, model.embed_tokens.weight"),
     ),
     "more layers": (
         dict,

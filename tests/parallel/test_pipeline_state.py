@@ -29,10 +29,7 @@ CASES = {
 }
 """Every axis beside stages, with one stage on a rank and with two."""
 if FULL_PRODUCT:  # other schedules of the same kinds, which tests/pipeline/test_step.py has in these layouts, too
-    CASES |= {
-        ("pp2.fsdp2", "1f1b"): {"fsdp": shardwise.FsdpPolicy(zero_stage=2)},
-        ("pp2.tp2", "looped_bfs"): {},
-    }
+    CASES |= {("pp2.fsdp2", "1f1b"): {"fsdp": shardwise.FsdpPolicy(zero_stage=2)}, ("pp2.tp2", "looped_bfs"): {}}
 
 
 def build(mesh, schedule, *, tied=False, buffers=False, **options):

@@ -19,13 +19,7 @@ from shardwise.parallel.apply import apply_plan
 from shardwise.parallel.declared_plans import declared_plan, vocabulary_plan
 from shardwise.parallel.facts import decide_split, read_facts
 from shardwise.parameters.canonical import local_tensor
-from shardwise.parameters.registry import (
-    entry_of,
-    find_parameters,
-    is_split,
-    named_entries,
-    registry_of,
-)
+from shardwise.parameters.registry import entry_of, find_parameters, is_split, named_entries, registry_of
 from shardwise.plan.options import ParallelSpec
 from shardwise.probe.trial import SimulatedMesh
 from shardwise.sharding.layout import Layout

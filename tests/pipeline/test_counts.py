@@ -79,8 +79,7 @@ def train_counted(mesh, family, name, zero_stage=1):
 
 
 @pytest.mark.parametrize(
-    ("layout", "family", "name", "per_cut"),
-    [("pp2", "gpt2", "zbv", 2), ("pp2", "t5", "interleaved_1f1b", None)],
+    ("layout", "family", "name", "per_cut"), [("pp2", "gpt2", "zbv", 2), ("pp2", "t5", "interleaved_1f1b", None)]
 )
 def test_messages_are_the_derived_tensors_once_each_way(on_ranks, layout, family, name, per_cut):
     for rank in on_ranks(train_counted):

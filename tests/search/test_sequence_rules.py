@@ -213,11 +213,7 @@ def test_without_rules_the_one_stack_and_the_order_of_registration_are_taken():
 
 def test_rules_name_stacks_whole_modules_and_parts():
     facts = read_facts(odd_model(stacks=2))
-    rules = {
-        "first": "sequence",
-        "rounds": "sequence",
-        "rounds.0.smear": "whole_sequence",
-    }
+    rules = {"first": "sequence", "rounds": "sequence", "rounds.0.smear": "whole_sequence"}
     governing = {name: SequenceRule(name, style) for name, style in rules.items()}
     inputs = {"rounds.0.hint": InputRule("rounds.0.hint", "sequence")}
     found = find_sequence(facts, governing, inputs, ())

@@ -147,16 +147,7 @@ def test_of_a_tensor_that_two_shards_hold_the_index_names_one(sharded: Path) -> 
         assert index["a"].path == one and torch.equal(index.map_tensor("a"), TENSORS["a"])
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        "{",
-        '{"weight_map": 3}',
-        '{"weight_map": {"a": ["x.safetensors"]}}',
-    ],
-)
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"weight_map": 3}', '{"weight_map": {"a": ["x.safetensors"]}}'])
 def test_a_damaged_index_file(sharded: Path, text: str) -> None:
     (sharded / "model.safetensors.index.json").write_text(text)
     with pytest.raises(LoadError, match=r"model\.safetensors\.index\.json"):

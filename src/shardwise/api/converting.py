@@ -44,11 +44,7 @@ def open_anywhere(path: str | os.PathLike[str], tag: str | None = None) -> Store
 
 
 def convert_to_hf(
-    stored: StoredParts,
-    directory: str | os.PathLike[str],
-    *,
-    dtype: torch.dtype | None = None,
-    tokenizer: Any = None,
+    stored: StoredParts, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None, tokenizer: Any = None
 ) -> None:
     """Writes the model of a checkpoint for `from_pretrained`, tensor by tensor.
 

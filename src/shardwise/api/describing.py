@@ -258,12 +258,7 @@ def _run_step(model: nn.Module, batch: Mapping[str, Any]) -> RehearsedStep:
             clip_grad_norm_(model, 1.0)
             optimizer.step()
     return RehearsedStep(
-        activations=activations,
-        peak_bytes=peak.peak_bytes,
-        tp=tp,
-        data=total - tp,
-        after=after,
-        layer=layers.per_run,
+        activations=activations, peak_bytes=peak.peak_bytes, tp=tp, data=total - tp, after=after, layer=layers.per_run
     )
 
 

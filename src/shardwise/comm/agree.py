@@ -13,13 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardwise.comm.collectives import (
-    Group,
-    all_gather_later,
-    all_gather_objects,
-    all_reduce_,
-    host_device,
-)
+from shardwise.comm.collectives import Group, all_gather_later, all_gather_objects, all_reduce_, host_device
 from shardwise.errors import ConfigError, RankError, ShardwiseError
 from shardwise.failure import Failure
 

@@ -33,11 +33,7 @@ class ExampleEncoder:
 
 
 def build_example_encoder(
-    tokenizer: Any,
-    *,
-    kind: Literal["prompt", "chat"],
-    keys: Mapping[str, str],
-    as_chat: bool = False,
+    tokenizer: Any, *, kind: Literal["prompt", "chat"], keys: Mapping[str, str], as_chat: bool = False
 ) -> ExampleEncoder:
     """Builds the `ExampleEncoder` of a tokenizer.
 

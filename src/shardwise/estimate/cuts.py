@@ -57,10 +57,7 @@ def smallest_schedule(pipeline: Pipeline, pp_size: int) -> Schedule:
                 fix="give one number for each stage",
             )
     return build_schedule(
-        pipeline.schedule,
-        pp_size=pp_size,
-        num_microbatches=2 * pp_size * (number or 2),
-        num_stages_per_rank=number,
+        pipeline.schedule, pp_size=pp_size, num_microbatches=2 * pp_size * (number or 2), num_stages_per_rank=number
     )
 
 

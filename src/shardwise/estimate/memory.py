@@ -47,11 +47,7 @@ class ActivationBytes:
 
 
 def state_bytes(
-    layouts: Iterable[Layout],
-    coords: Mapping[str, int],
-    *,
-    itemsize: int = 4,
-    frozen: Iterable[Layout] = (),
+    layouts: Iterable[Layout], coords: Mapping[str, int], *, itemsize: int = 4, frozen: Iterable[Layout] = ()
 ) -> StateBytes:
     """Bytes of the rank at `coords` with Adam, which keeps two states per trained element.
 

@@ -4,11 +4,7 @@ Needs the extra `lightning` (`pip install -e '.[lightning]' in a clone`). See do
 """
 
 from shardwise.lightning.precision import ShardwisePrecision
-from shardwise.lightning.reporting import (
-    ShardwiseRichProgressBar,
-    ShardwiseTensorBoardLogger,
-    ShardwiseTQDMProgressBar,
-)
+from shardwise.lightning.reporting import ShardwiseRichProgressBar, ShardwiseTensorBoardLogger, ShardwiseTQDMProgressBar
 from shardwise.lightning.strategy import ShardwiseStrategy
 
 __all__ = [

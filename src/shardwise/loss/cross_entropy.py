@@ -111,13 +111,7 @@ def cross_entropy_of_parts(logits: Tensor, target: Tensor, *, axis: Axis, option
 
 
 def head_cross_entropy(
-    hidden: Tensor,
-    head: Head,
-    target: Tensor,
-    *,
-    axis: Axis,
-    num_classes: int,
-    options: LossOptions = _DEFAULTS,
+    hidden: Tensor, head: Head, target: Tensor, *, axis: Axis, num_classes: int, options: LossOptions = _DEFAULTS
 ) -> Tensor:
     """`split_cross_entropy` of the logits that `head` makes of `hidden`; see [Note: the loss without logits].
 
@@ -252,13 +246,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
 class _HeadCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: _Targets,
-        axis: Axis,
-        steps: Steps,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: _Targets, axis: Axis, steps: Steps
     ) -> Tensor:
         chunks = _chunks(hidden.shape[0], weight.shape[0] * (1 + len(steps)))  # each step keeps something
         sums = [

@@ -262,10 +262,7 @@ EDITS = (
             job.model, job.registry, job.spec.compilation, budget=job.spec.recompute.budget
         ),
     ),
-    Edit(
-        name="caches",
-        apply=lambda job: train_without_cache(job.model, recomputes=job.spec.recompute.mode != "none"),
-    ),
+    Edit(name="caches", apply=lambda job: train_without_cache(job.model, recomputes=job.spec.recompute.mode != "none")),
     # FSDP2 gathers a unit before anything in it runs, or runs again.
     Edit(
         name="data",

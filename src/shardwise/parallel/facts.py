@@ -301,9 +301,4 @@ def decide_split(
     norms = {
         name: recognise_norm(model.get_submodule(name)) for name, style in plan.modules.items() if style == "norm_split"
     }
-    return replace(
-        plan,
-        stacks=facts.stacks,
-        norms=norms,
-        work=count_work(facts, trained, read_windows(model)),
-    )
+    return replace(plan, stacks=facts.stacks, norms=norms, work=count_work(facts, trained, read_windows(model)))

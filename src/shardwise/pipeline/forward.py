@@ -388,12 +388,7 @@ class _Forward:
         if not given and not self.runner.trains:  # as of any model of which nothing is trained
             output["loss"] = output.loss.detach()
             return output
-        output["loss"] = emit_stashed_grads(
-            output.loss,
-            self.model,
-            kept,
-            factor=1 / scale,
-        )
+        output["loss"] = emit_stashed_grads(output.loss, self.model, kept, factor=1 / scale)
         return output
 
     def _microbatches(self, rows_of_all: tuple[int, ...]) -> tuple[TargetWeights, list[float]]:

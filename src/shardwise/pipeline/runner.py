@@ -133,12 +133,7 @@ class PipelineRunner:
         return len(self._registry.idle_stages) < self.group.size()
 
     def run(
-        self,
-        parts: Sequence[Microbatch],
-        schedule: Schedule,
-        *,
-        has_backward: bool = True,
-        keeps_outputs: bool = False,
+        self, parts: Sequence[Microbatch], schedule: Schedule, *, has_backward: bool = True, keeps_outputs: bool = False
     ) -> ScheduleRun:
         """Runs all stages of this rank on all microbatches. Every rank of the pipeline calls it with the same ones.
 
@@ -158,11 +153,7 @@ class PipelineRunner:
         context = self._registry.context
         seed = context.draw_seed(self._model)
         current = ScheduleRun(
-            parts=parts,
-            seed=seed,
-            has_backward=has_backward,
-            keeps_outputs=keeps_outputs,
-            is_timed=self.times_next,
+            parts=parts, seed=seed, has_backward=has_backward, keeps_outputs=keeps_outputs, is_timed=self.times_next
         )
         self.times_next = False
         for stage in stages:

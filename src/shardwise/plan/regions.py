@@ -155,10 +155,7 @@ class SequencePlan:
 
 
 def find_sequence(
-    facts: ModelFacts,
-    rules: Mapping[str, SequenceRule],
-    inputs: Mapping[str, InputRule],
-    regions: Sequence[Region],
+    facts: ModelFacts, rules: Mapping[str, SequenceRule], inputs: Mapping[str, InputRule], regions: Sequence[Region]
 ) -> SequencePlan:
     """The rules about the sequence; without any, the only stack that holds split blocks."""
     stacks = {name: rule for name, rule in rules.items() if rule.style == "sequence"}

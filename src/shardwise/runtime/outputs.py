@@ -18,12 +18,7 @@ from shardwise.runtime.region_edges import cut
 
 
 def install_outputs(
-    module: nn.Module,
-    context: SplitContext,
-    axis: Axis,
-    *,
-    stacks: Collection[str],
-    num_heads: Collection[int],
+    module: nn.Module, context: SplitContext, axis: Axis, *, stacks: Collection[str], num_heads: Collection[int]
 ) -> None:
     """Makes `module` return full hidden states and attention weights. Their gradients are full too.
 

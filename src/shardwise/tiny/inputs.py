@@ -182,12 +182,7 @@ _PADDED_SHARE = 4  # every second sequence ends or begins with a quarter of padd
 
 
 def make_batch(
-    model: PreTrainedModel,
-    *,
-    batch_size: int = 2,
-    sequence_length: int = 16,
-    seed: int,
-    padding: Padding = "none",
+    model: PreTrainedModel, *, batch_size: int = 2, sequence_length: int = 16, seed: int, padding: Padding = "none"
 ) -> dict[str, Tensor]:
     """Random inputs for `model`, with labels if its forward takes them.
 

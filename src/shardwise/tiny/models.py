@@ -21,14 +21,7 @@ from shardwise.tiny.families import sub_configs
 from shardwise.tiny.inputs import Padding, clone_batch, loss_or_surrogate, make_batch
 from shardwise.tiny.shrink import shrink_config
 
-__all__ = [
-    "Padding",
-    "build_tiny_model",
-    "make_batch",
-    "perturb_parameters",
-    "set_runnable_mode",
-    "shrink_config",
-]
+__all__ = ["Padding", "build_tiny_model", "make_batch", "perturb_parameters", "set_runnable_mode", "shrink_config"]
 
 MOST_ELEMENTS = 2**28
 """A tiny model with more elements was not shrunk: some size stands in a field that no rule knows."""

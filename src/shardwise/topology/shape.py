@@ -40,10 +40,7 @@ def check_axis(axis: str) -> None:
         MeshError: there is no such axis.
     """
     if axis not in SIZE_NAMES:
-        raise MeshError(
-            f"unknown mesh axis {axis!r}{did_you_mean(axis, AXES)}",
-            fix=f"use one of {', '.join(AXES)}",
-        )
+        raise MeshError(f"unknown mesh axis {axis!r}{did_you_mean(axis, AXES)}", fix=f"use one of {', '.join(AXES)}")
 
 
 _ENTRY = re.compile(r"([A-Za-z_]+)(-?[0-9]+)")
@@ -212,8 +209,7 @@ class MeshShape:
             coord = coords.get(axis, 0)
             if not 0 <= coord < size:
                 raise MeshError(
-                    f"coord {axis}={coord} is outside the mesh {self}",
-                    why=f"coords on {axis} run from 0 to {size - 1}",
+                    f"coord {axis}={coord} is outside the mesh {self}", why=f"coords on {axis} run from 0 to {size - 1}"
                 )
             rank = rank * size + coord
         return rank

@@ -66,12 +66,7 @@ def build_evaluation(
 
 
 def evaluation_batches(
-    rows: Rows,
-    *,
-    batch_size: int,
-    max_batches: int,
-    data_rank: int = 0,
-    data_size: int = 1,
+    rows: Rows, *, batch_size: int, max_batches: int, data_rank: int = 0, data_size: int = 1
 ) -> Iterator[dict[str, Tensor]]:
     """Yields this data rank's share of every global batch of rows, in order.
 
@@ -320,13 +315,7 @@ def _run_step(parts: TrainingComponents, step: int, *, lr: float, factor: float,
         why = f"{why}\n{error.why}" if error.why else why
         raise _diverged(float(result.loss), float(grad_norm), step=step, why=why) from error
     parts.optimizer.zero_grad(set_to_none=True)
-    return _Step(
-        number=step,
-        lr=lr,
-        result=result,
-        grad_norm=grad_norm.detach(),
-        seconds=time.perf_counter() - started,
-    )
+    return _Step(number=step, lr=lr, result=result, grad_norm=grad_norm.detach(), seconds=time.perf_counter() - started)
 
 
 def _record(parts: TrainingComponents, step: _Step, loss: float, grad_norm: float, seconds: float) -> StepRecord:

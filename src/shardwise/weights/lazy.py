@@ -18,16 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from shardwise.errors import UnsupportedError
 from shardwise.sharding.boxes import Box, full_box, shape_of, slices, volume
 from shardwise.sharding.layout import Piece
-from shardwise.weights.nodes import (
-    Cast,
-    Joined,
-    Narrowed,
-    Node,
-    Permuted,
-    Reshaped,
-    Store,
-    StoredTensor,
-)
+from shardwise.weights.nodes import Cast, Joined, Narrowed, Node, Permuted, Reshaped, Store, StoredTensor
 
 _aten = torch.ops.aten
 

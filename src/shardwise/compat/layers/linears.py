@@ -94,13 +94,7 @@ class RowLinear(_SplitLinear):
     split_dim = 1
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        mesh: Mesh,
-        *,
-        input_is_split: bool = False,
-        **options: Any,
+        self, in_features: int, out_features: int, mesh: Mesh, *, input_is_split: bool = False, **options: Any
     ) -> None:
         super().__init__(in_features, out_features, mesh, **options)
         if self.sequence_dim is not None and not input_is_split:

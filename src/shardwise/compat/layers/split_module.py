@@ -16,24 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import init
 
-from shardwise.comm.collectives import (
-    copy_to_region,
-    gather_full,
-    gather_to_region,
-    split_full,
-)
+from shardwise.comm.collectives import copy_to_region, gather_full, gather_to_region, split_full
 from shardwise.comm.simulated import LoneGroup
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.parameters.canonical import full_value, local_tensor, take_parts
-from shardwise.parameters.registry import (
-    ParameterEntry,
-    Registry,
-    attach_entry,
-    entries_of,
-    entry_of,
-    mark,
-)
+from shardwise.parameters.registry import ParameterEntry, Registry, attach_entry, entries_of, entry_of, mark
 from shardwise.plan.decision import SplitPlan
 from shardwise.runtime.context import Axis, SplitContext
 from shardwise.sharding.layout import Layout, steps_along

@@ -16,11 +16,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from shardwise.api.prepare import prepare
-from shardwise.compat.nemo_automodel.distributed.styles import (
-    hf_plan,
-    import_from_path,
-    read_plan,
-)
+from shardwise.compat.nemo_automodel.distributed.styles import hf_plan, import_from_path, read_plan
 from shardwise.compat.nemo_automodel.distributed.styles import style_of as translate_to_torch_parallel_style
 from shardwise.compat.warned import warn_idle
 from shardwise.errors import ConfigError, MeshError, UnsupportedError, did_you_mean

@@ -14,11 +14,7 @@ __all__ = ["ColumnParallelLinear", "LayerNorm", "ParallelEmbedding", "RowParalle
 
 _LINEAR = ("dtype", "device", "stride", "init_method", "sequence_parallel_enabled", "sequence_dimension")
 _EMBEDDING = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse", "init_method", "device", "dtype")
-_OURS = {
-    "init_method": "init_weight",
-    "shard_across_embedding": "by_features",
-    "stride": "num_sections",
-}
+_OURS = {"init_method": "init_weight", "shard_across_embedding": "by_features", "stride": "num_sections"}
 _IDLE = {"keep_master_weight", "norm_type", "pad", "pad_alignment_size_per_rank", "use_cpu_initialization"}
 
 
