@@ -1,7 +1,5 @@
 """An exception sent to another process: to other ranks, to the launcher, or to a test."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -34,7 +32,7 @@ class Failure:
     pickled: bytes | None = None
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
+    def of(cls, error: BaseException) -> "Failure":
         """Describes `error`."""
         return cls(
             name=type(error).__name__,

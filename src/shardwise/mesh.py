@@ -1,7 +1,5 @@
 """`Mesh`: a `MeshShape` on real processes, one device each. It is passed explicitly and never global."""
 
-from __future__ import annotations
-
 import datetime
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,7 +76,7 @@ class Mesh:
         device: str | torch.device | None = None,
         backend: str | None = None,
         timeout_seconds: float = 600.0,
-    ) -> Mesh:
+    ) -> "Mesh":
         """Opens the mesh for `layout`. Reads the environment that torchrun (`RANK`, `WORLD_SIZE`, …) or srun sets.
 
         Args:
@@ -127,7 +125,7 @@ class Mesh:
         axes: Mapping[str, str] | None = None,
         device: str | torch.device | None = None,
         timeout_seconds: float = 600.0,
-    ) -> Mesh:
+    ) -> "Mesh":
         """A mesh over the groups of a `DeviceMesh`, or over process groups, that somebody else opened.
 
         Args:
@@ -164,7 +162,7 @@ class Mesh:
         existing: Groups | None = None,
         timeout: datetime.timedelta,
         owns_processes: bool = False,
-    ) -> Mesh:
+    ) -> "Mesh":
         """Mesh over an initialized process group, with every group it needs."""
         rank = dist.get_rank() if shape.world_size > 1 else 0
         groups = make_groups(shape, ranks, existing=existing or {}, timeout=timeout)
@@ -277,7 +275,7 @@ class Mesh:
         self._subgroups.clear()
         self.device_mesh = self.data_mesh = self.tensor_mesh = None
 
-    def __enter__(self) -> Mesh:
+    def __enter__(self) -> "Mesh":
         return self
 
     def __exit__(

@@ -1,7 +1,5 @@
 """`describe`: what a layout does to a model, explained before any weight is read."""
 
-from __future__ import annotations
-
 import copy
 import math
 import os
@@ -114,7 +112,7 @@ class Rehearsal:
             track_gradients(model, registry)
             yield model.train()
 
-    def _eager(self) -> Rehearsal:
+    def _eager(self) -> "Rehearsal":
         if self.spec.recompute.mode == "budget":
             raise UnsupportedError(
                 "a rehearsal of Recompute mode 'budget'",
@@ -123,7 +121,7 @@ class Rehearsal:
             )
         return replace(self, spec=replace(self.spec, compilation=None))
 
-    def run_step(self, *, num_rows: int, seq_length: int) -> RehearsedStep:
+    def run_step(self, *, num_rows: int, seq_length: int) -> "RehearsedStep":
         """Runs one microbatch eagerly on rank 0; returns memory and communication of forward, backward and gradient
         phase.
         """
@@ -132,7 +130,7 @@ class Rehearsal:
             with as_data_dependent_error(model):
                 return _run_step(model, batch)
 
-    def run_stages(self, *, num_rows: int, seq_length: int) -> dict[int, RehearsedStage]:
+    def run_stages(self, *, num_rows: int, seq_length: int) -> "dict[int, RehearsedStage]":
         """Runs one microbatch through each pipeline stage, on the first rank of the stage: forward, and over tp
         backward.
         """

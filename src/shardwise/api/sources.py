@@ -1,7 +1,5 @@
 """Sources of a meta model's values: the files of a checkpoint, or the model's own initialization."""
 
-from __future__ import annotations
-
 import copy
 import os
 import platform
@@ -89,7 +87,7 @@ class WeightSource:
         """Digests of the checkpoint's tensors by name, which must be equal on every rank."""
         return {} if self.index is None else {f"weights {key}": text for key, text in self.index.describe().items()}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> WeightSource:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "WeightSource":
         return self  # of a copied model, too
 
     def inject(self, model: PreTrainedModel, adapter: Any) -> nn.Module:
@@ -102,7 +100,7 @@ class WeightSource:
         self.unsplit |= own
         return wrapped
 
-    def with_adapters_of(self, model: PreTrainedModel) -> WeightSource:
+    def with_adapters_of(self, model: PreTrainedModel) -> "WeightSource":
         """Source of a model that received adapters after it was built."""
         source, names = replace(self, unsplit=dict(self.unsplit), later=[]), names_in_base(model)
         source._rename(names)

@@ -10,8 +10,6 @@ The interpreter waits for the saving thread when a script ends. An `atexit` func
 process's exit code. Processes of multiprocessing end without `atexit`, but run its finalizers.
 """
 
-from __future__ import annotations
-
 import atexit
 import datetime
 import os
@@ -30,8 +28,8 @@ from shardwise.job.processes import end_processes
 from shardwise.mesh import Mesh
 
 _LONGEST = datetime.timedelta(days=1)
-_WRITERS: weakref.WeakKeyDictionary[Mesh, Writer] = weakref.WeakKeyDictionary()
-_UNFINISHED: list[PendingSave] = []
+_WRITERS: "weakref.WeakKeyDictionary[Mesh, Writer]" = weakref.WeakKeyDictionary()
+_UNFINISHED: "list[PendingSave]" = []
 """Saves in the background that may be under way, or whose error has not been raised; their meshes may be gone."""
 
 

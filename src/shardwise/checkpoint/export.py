@@ -7,8 +7,6 @@ the format fuses) and one piece. It writes in a thread, while it sends its eleme
 writers; its own next tensor waits for the thread.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import os
@@ -163,7 +161,7 @@ class Export:
         if received is not out:
             out.copy_(received)
 
-    def __enter__(self) -> Export:
+    def __enter__(self) -> "Export":
         return self
 
     def __exit__(self, *error: object) -> None:

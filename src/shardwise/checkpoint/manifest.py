@@ -3,8 +3,6 @@
 A file is valid if the manifest confirms its size and checksum.
 """
 
-from __future__ import annotations
-
 import collections
 import json
 import math
@@ -311,7 +309,7 @@ def _damaged(path: Path) -> LoadError:
     return LoadError(f"{path.name} is damaged", at=str(path), why="its checksum is another", fix=_ANOTHER)
 
 
-def open_checkpoint(directory: Path, *, verifies: bool = True) -> StoredParts:
+def open_checkpoint(directory: Path, *, verifies: bool = True) -> "StoredParts":
     """Opens the checkpoint in `directory`: reads and checks its manifest and index."""
     manifest = read_manifest(directory)
     return StoredParts(directory, manifest, read_index(directory, manifest), verifies)
@@ -396,7 +394,7 @@ class StoredParts:
         self._parts.clear()
         self._files.clear()
 
-    def __enter__(self) -> StoredParts:
+    def __enter__(self) -> "StoredParts":
         return self
 
     def __exit__(self, *error: object) -> None:

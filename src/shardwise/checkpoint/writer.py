@@ -7,8 +7,6 @@ and `latest` names it. Old tags are deleted afterwards. A failure before the ren
 which is removed at once, or by the next save if the process was killed.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import platform
@@ -85,7 +83,7 @@ def prepare_save(
     loss_scale: Mapping[str, Any] | None,
     extra: Any,
     companions: Callable[[], Mapping[str, bytes]],
-) -> SaveJob:
+) -> "SaveJob":
     """Prepares a checkpoint with views of what is saved. All ranks call it.
 
     Args:

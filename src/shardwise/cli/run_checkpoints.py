@@ -6,8 +6,6 @@ step all ranks combine their flags, so all of them see the signal after the same
 ends a rank at once, as the first one does in a run without checkpoints.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import threading
@@ -111,7 +109,7 @@ class RunCheckpoints:
         all_reduce_(flags, group, largest=True)
         return int(flags[0]), bool(flags[1])
 
-    def __enter__(self) -> RunCheckpoints:
+    def __enter__(self) -> "RunCheckpoints":
         if self._config.dir is not None and threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, *ENDING):
                 handler = signal.getsignal(number)

@@ -1,7 +1,5 @@
 """Counts communication as operations of torch.distributed. Counts are exact and the same on every backend."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,7 +42,7 @@ class Traffic:
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
 
-    def __sub__(self, other: Traffic) -> Traffic:
+    def __sub__(self, other: "Traffic") -> "Traffic":
         return Traffic(self.calls - other.calls, self.bytes - other.bytes)
 
     def __str__(self) -> str:

@@ -5,8 +5,6 @@ collective. So runs are deterministic, and ranks that would wait forever are det
 milliseconds. gloo remains the reference.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable
@@ -35,13 +33,13 @@ class SimulatedGroup(_Base):
 
     group_name = ""  # functional collectives find a group by its name, and none of these
 
-    def __init__(self, rank: int, size: int, shared: _Shared, turns: _Turns, thread: int) -> None:
+    def __init__(self, rank: int, size: int, shared: "_Shared", turns: "_Turns", thread: int) -> None:
         super().__init__(rank, size)
         self.num_exchanges = 0
         self._shared, self._turns, self._thread = shared, turns, thread
 
     @classmethod
-    def build(cls, size: int) -> list[SimulatedGroup]:
+    def build(cls, size: int) -> "list[SimulatedGroup]":
         """Handles of all ranks of a new group."""
         shared, turns = _Shared(size), _Turns(size)
         return [cls(rank, size, shared, turns, rank) for rank in range(size)]
@@ -58,7 +56,7 @@ class SimulatedGroup(_Base):
             self._turns.wait(self._thread, lambda: shared.num_done > number)
         return list(shared.values)
 
-    def subgroup(self, blocks: tuple[tuple[int, ...], ...]) -> SimulatedGroup | None:
+    def subgroup(self, blocks: tuple[tuple[int, ...], ...]) -> "SimulatedGroup | None":
         """This rank's handle on the subgroup of its block; None if it is alone in the block. All ranks must call it."""
         block = next(block for block in blocks if self.rank() in block)
         if len(block) == 1:
@@ -69,7 +67,7 @@ class SimulatedGroup(_Base):
             known.append(SimulatedGroup(block.index(self.rank()), len(block), shared, self._turns, self._thread))
         return known[0]
 
-    def run(self, fn: Callable[[SimulatedGroup], Result]) -> Result:
+    def run(self, fn: "Callable[[SimulatedGroup], Result]") -> Result:
         """Calls `fn` with this handle, in the calling thread."""
         return self._turns.run(self._thread, lambda: fn(self))
 
@@ -79,7 +77,7 @@ class SimulatedGroup(_Base):
         parts = torch.stack(self.exchange(x))
         x.detach().copy_(parts.amax(0) if options.reduceOp == dist.ReduceOp.MAX else parts.sum(0))
 
-    def all_gather_single(self, out: Tensor, x: Tensor, options: Any) -> _Done:
+    def all_gather_single(self, out: Tensor, x: Tensor, options: Any) -> "_Done":
         """`dist.all_gather_single`, also asynchronous."""
         out.copy_(torch.cat(self.exchange(x)))
         return _Done()
@@ -104,12 +102,12 @@ class SimulatedGroup(_Base):
         (x,) = tensors
         x.copy_(self.exchange(x)[options.rootRank])
 
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> _Done:
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> "_Done":
         """`dist.send`; does not wait for the receiver."""
         self._shared.messages.setdefault((self.rank(), to), []).append(tensors[0].detach().clone())
         return _Done()
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> _Done:
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> "_Done":
         """`dist.recv`."""
         arrived = self._shared.messages.setdefault((source, self.rank()), [])
         if not arrived:

@@ -1,7 +1,5 @@
 """Batches of rows in an order that depends only on the seed; the next one is copied while the device computes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -117,7 +115,7 @@ class PrefetchLoader:
         self._next: DeviceBatch | Exception | None = None
         self._state: dict[str, int] = {}
 
-    def __iter__(self) -> PrefetchLoader:
+    def __iter__(self) -> "PrefetchLoader":
         return self
 
     def __next__(self) -> dict[str, Any]:

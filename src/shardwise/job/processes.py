@@ -15,8 +15,6 @@ process without an exception. The thread ends no process. A beat is one write of
 connection of its own.
 """
 
-from __future__ import annotations
-
 import atexit
 import datetime
 import json
@@ -85,7 +83,7 @@ class Beat:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Beat:
+    def from_json(cls, text: str | bytes) -> "Beat":
         """The beat that `to_json` wrote; a default beat from empty text."""
         return cls(**json.loads(text or "{}"))
 

@@ -9,8 +9,6 @@ one product with the head more than with logits, and at most two tensors of `CHU
 exchange the sums of all rows in one collective, as for logits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -64,7 +62,7 @@ class LossOptions:
         reduce: bool | None = None,  # noqa: FBT001
         reduction: str = "mean",
         label_smoothing: float = 0.0,
-    ) -> LossOptions:
+    ) -> "LossOptions":
         """Options of a call, in the order in which `F.cross_entropy` takes them after the target."""
         if size_average is not None or reduce is not None:
             reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
@@ -150,7 +148,7 @@ class _Targets:
     smoothing: float
 
     @classmethod
-    def read(cls, target: Tensor, num_local: int, axis: Axis, num_classes: int, options: LossOptions) -> _Targets:
+    def read(cls, target: Tensor, num_local: int, axis: Axis, num_classes: int, options: LossOptions) -> "_Targets":
         weight, smoothing = options.weight, options.label_smoothing
         kept = target != options.ignore_index
         _check_targets(target, kept, num_classes)
@@ -171,7 +169,7 @@ class _Targets:
             smoothing=smoothing,
         )
 
-    def among(self, classes: slice) -> _Targets:
+    def among(self, classes: slice) -> "_Targets":
         """Targets relative to a slice of this rank's classes."""
         number, position = classes.stop - classes.start, self.position - classes.start
         return replace(

@@ -17,8 +17,6 @@ head's input instead. Elementwise operations with numbers are recorded. `F.cross
 one chunk are materialized at once.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import weakref
@@ -86,7 +84,7 @@ class _Look:
     context: SplitContext
     name: str = field(default_factory=lambda: f"shardwise/logits/{next(_NUMBERS)}")
     full: Tensor | None = None
-    detached: _Look | None = None
+    detached: "_Look | None" = None
 
 
 class SplitLogits(DTensor):
@@ -206,7 +204,7 @@ class _Source:
     num_classes: int
     context: SplitContext
     finish: Callable[[Tensor], Tensor] | None = None
-    live: list[weakref.ref[DeferredLogits]] = field(default_factory=list)
+    live: "list[weakref.ref[DeferredLogits]]" = field(default_factory=list)
     is_made: bool = False
 
     def make(self) -> None:
@@ -241,16 +239,16 @@ class DeferredLogits(Tensor):
     _source: _Source
     _hidden: Tensor
     _steps: tuple[_Step, ...]
-    _parent: DeferredLogits | None
+    _parent: "DeferredLogits | None"
     _step: Any
     _value: Any
 
     @staticmethod
-    def of_head(hidden: Tensor, head: Head, context: SplitContext) -> DeferredLogits:
+    def of_head(hidden: Tensor, head: Head, context: SplitContext) -> "DeferredLogits":
         """Deferred output of `head` for the input `hidden`."""
         return _new(_Source(hidden, head, head.weight.shape[0], context), hidden, (), hidden.dtype)
 
-    def split_over(self, num_classes: int, finish: Callable[[Tensor], Tensor]) -> DeferredLogits:
+    def split_over(self, num_classes: int, finish: Callable[[Tensor], Tensor]) -> "DeferredLogits":
         """Marks deferred logits, straight from the head, as this rank's part of `num_classes`."""
         source = replace(self._source, num_classes=num_classes, finish=finish, live=[])
         return _new(source, self._hidden, (), self.dtype)
@@ -267,11 +265,11 @@ class DeferredLogits(Tensor):
     ) -> Any:
         raise LayoutError(f"{func} was given logits that were not made", fix="use torch's own functions on them")
 
-    def _then(self, step: _Step, moved: Tensor, *, steps: Any = None, dtype: Any = None) -> DeferredLogits:
+    def _then(self, step: _Step, moved: Tensor, *, steps: Any = None, dtype: Any = None) -> "DeferredLogits":
         steps = self._steps if steps is None else steps
         return _new(self._source, moved, steps, dtype or self.dtype, parent=self, step=step)
 
-    def _continued(self, step: _Step, *, has_tensors: bool) -> DeferredLogits | None:
+    def _continued(self, step: _Step, *, has_tensors: bool) -> "DeferredLogits | None":
         """Result of `step`, deferred; None if the logits must be materialized for it."""
         name, args = step.name, step.args
         if name in _STEPS and not has_tensors:

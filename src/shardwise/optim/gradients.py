@@ -13,8 +13,6 @@ In a pipeline a backward returns on one rank while others have not started their
 phase runs at the end of `no_sync`, which every rank enters. A weight that several stages hold is summed over them last.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -137,7 +135,7 @@ class Gradients:
         self._at_rest: dict[int, nn.Parameter] = {}
         self._task = -1
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Gradients":
         # A copied model starts without gradients; a copied part of a model has none of its own.
         root = memo.get(id(self.registry.model()))
         if root is None:

@@ -1,7 +1,5 @@
 """Counts the memory kept between forward and backward, exactly, on real and fake tensors."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import weakref
@@ -107,7 +105,7 @@ class MemoryCount(_Count):
         self._of_parameters = _Storages()
         self._hooks: list[RemovableHandle] = []
 
-    def __enter__(self) -> MemoryCount:
+    def __enter__(self) -> "MemoryCount":
         # Behind FSDP2's own hooks a module's parameters are the gathered ones.
         register = nn.Module.register_forward_pre_hook  # also where a split sequence refuses hooks of others
         self._hooks = [register(module, self._meet) for module in self._model.modules()]

@@ -8,8 +8,6 @@ device, and every operation that makes or changes a tensor is recorded. To get a
 lead to it are replayed on the CPU.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,7 +51,7 @@ class Construction:
         self._operations: list[_Operation] = []
         self._modes = ExitStack()
 
-    def __enter__(self) -> Construction:
+    def __enter__(self) -> "Construction":
         self._modes.enter_context(_DataRecorder(self._record))
         self._modes.enter_context(_OperationRecorder(self._record))
         return self

@@ -5,8 +5,6 @@ A module's tensors are made unsplit, one module at a time, before each rank keep
 construction]). So the values depend only on the seed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import logging
@@ -166,7 +164,7 @@ class Allowed:
     mismatched: bool = False
 
     @classmethod
-    def pop(cls, options: dict[str, Any]) -> Allowed:
+    def pop(cls, options: dict[str, Any]) -> "Allowed":
         """Takes these options out of the options of `load`: lists of patterns, or True for all names."""
         missing, unused = (options.pop(name, None) or () for name in ("allow_missing", "allow_unused"))
         return cls(

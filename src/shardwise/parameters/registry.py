@@ -10,8 +10,6 @@ parameters. The owning module stays. Owners of parameters on other pipeline stag
 rank sees the full model with the same names in the same order.
 """
 
-from __future__ import annotations
-
 import copy
 import enum
 import functools
@@ -73,7 +71,7 @@ class ParameterEntry:
     layout: Layout
     partial_over: frozenset[str] = frozenset()
     data: DataHandling = DataHandling.NONE
-    registry: Registry = field(repr=False, compare=False)
+    registry: "Registry" = field(repr=False, compare=False)
 
     @functools.cached_property
     def needs_sum(self) -> bool:
@@ -163,7 +161,7 @@ class ParameterEntry:
             placements[-1] = Shard(self.chunk.dim)
         return stored_dtensor(local, data_mesh, placements, shape)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterEntry:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ParameterEntry":
         registry = copy.deepcopy(self.registry, memo)  # with all of its entries, this one perhaps among them
         return memo.get(id(self)) or replace(self, registry=registry)
 
@@ -223,7 +221,7 @@ class Registry:
     idle_stages: tuple[int, ...] = ()
     source: Source = field(default_factory=Source)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Registry:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Registry":
         # A copied model runs on the same ranks.
         copied = memo[id(self)] = replace(self, entries={})
         model = self.model()

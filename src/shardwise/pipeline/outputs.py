@@ -6,8 +6,6 @@ gradients, and most loops read nothing else. So there the loss is distributed at
 last stage until all ranks compute with them, like logits split over tp (see [Note: logits that somebody looks at]).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -205,7 +203,7 @@ class RemoteTensor(Tensor):
     _name: str
 
     @staticmethod
-    def __new__(cls, receiver: _Receiver, slot: _Slot) -> RemoteTensor:
+    def __new__(cls, receiver: _Receiver, slot: _Slot) -> "RemoteTensor":
         shape, device = slot.full_shape or slot.shape, receiver.context.device
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=slot.dtype, device=device)
         self._receiver, self._slot, self._fetched = receiver, slot, None

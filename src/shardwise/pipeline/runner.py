@@ -1,7 +1,5 @@
 """Runs a model's stages in the order of a schedule, forward and backward."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import logging
@@ -39,7 +37,7 @@ class _P2PGroup:
 
     group: dist.ProcessGroup | None
     broken: str | None = None
-    users: weakref.WeakSet[PipelineRunner] = field(default_factory=weakref.WeakSet)
+    users: "weakref.WeakSet[PipelineRunner]" = field(default_factory=weakref.WeakSet)
 
     def abort(self, why: str) -> None:
         """Closes the connections (see [Note: a group for stages])."""
@@ -93,7 +91,7 @@ class PipelineRunner:
         self.times_next = False
         model.__dict__[_ATTRIBUTE] = self  # for `runner_of`
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineRunner:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PipelineRunner":
         # A copied model runs on the same ranks, over the same line.
         copied = memo[id(self)] = copy.copy(self)
         copied._model, copied._registry, copied.stages = copy.deepcopy((self._model, self._registry, self.stages), memo)

@@ -23,8 +23,6 @@ torch before 2.13 computes wrong gradients for weights that a stage uses twice. 
 gradients of the activations again.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,7 +74,7 @@ def tie(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ..
 
 def backward_inputs(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor], weights: Iterable[nn.Parameter]
-) -> tuple[list[Tensor | None], SecondPart]:
+) -> "tuple[list[Tensor | None], SecondPart]":
     """First part of a backward: returns the gradients of `inputs`, and a function that computes those of `weights`.
 
     Args:

@@ -9,8 +9,6 @@ full, multiplies partial sums, which the base's own sum completes. Parameters ke
 Adapters of an unsplit base stay unsplit, with gradients like the base's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -72,7 +70,7 @@ def stages_with_adapters(pipeline: PipelinePlan | None, facts: ModelFacts) -> Pi
     return replace(pipeline, order=order)
 
 
-def _crossing(cut_tensor: CutTensor, names: _Names) -> CutTensor:
+def _crossing(cut_tensor: CutTensor, names: "_Names") -> CutTensor:
     kind, _, place = cut_tensor.anchor.partition(":")
     fqn, _, path = place.partition(":")
     found = tuple(names.inside((fqn,))) if kind == "output" else (fqn,)

@@ -1,7 +1,5 @@
 """Options of a user besides layout and plan: frozen values, checked when they are created."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -295,7 +293,7 @@ class ParallelSpec:
             )
 
     @classmethod
-    def take(cls, options: Mapping[str, Any]) -> tuple[ParallelSpec, dict[str, Any]]:
+    def take(cls, options: Mapping[str, Any]) -> "tuple[ParallelSpec, dict[str, Any]]":
         """Builds a spec from some of `options`, where None means the default; returns it with the other options."""
         own = {each.name for each in fields(cls)}
         others = {name: value for name, value in options.items() if name not in own}

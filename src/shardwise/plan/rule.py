@@ -6,8 +6,6 @@ assigns the parts to the ranks of tp. Context parallelism will read the same rul
 in full. So no style names an axis.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Mapping
@@ -46,7 +44,7 @@ class SplitStyle:
         return f"split({self.dim}; {ranks})"
 
     @classmethod
-    def parse(cls, text: str) -> SplitStyle:
+    def parse(cls, text: str) -> "SplitStyle":
         """Parses the style."""
         found = _TEXT.fullmatch(text)
         if found is None or (found[2] and found[3]):
@@ -156,14 +154,14 @@ class Rule:
         return text if self.source == "user" else f"{text}  # {self.source}"
 
     @classmethod
-    def of(cls, pattern: str, style: str, source: str = "user", reason: str = "") -> Rule:
+    def of(cls, pattern: str, style: str, source: str = "user", reason: str = "") -> "Rule":
         """Rule of the section that has the style. If inputs have it too, the rule is for parameters or the sequence."""
         name = style.partition("(")[0]
         kinds = (kind for kind in SECTIONS if any(name == known.partition("(")[0] for known in kind.styles))
         return next(kinds, ParameterRule)(pattern, style, source, reason)
 
     @classmethod
-    def parse(cls, text: str) -> Rule:
+    def parse(cls, text: str) -> "Rule":
         """Parses one line of a plan: a rule of this section, or of any section if the class is `Rule`."""
         body, _, comment = text.partition("#")
         pattern, colon, style = body.partition(":")

@@ -13,8 +13,6 @@ Rules before the first section belong to the section that has their style, like 
 plans).
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import re
@@ -115,7 +113,7 @@ class Plan:
         return tuple(rule for rule in self.rules if isinstance(rule, kind))
 
     @classmethod
-    def of(cls, styles: Mapping[str, str], *, source: str = "user") -> Plan:
+    def of(cls, styles: Mapping[str, str], *, source: str = "user") -> "Plan":
         """Plan from patterns to style names, including transformers' style names.
 
         Raises:
@@ -124,7 +122,7 @@ class Plan:
         named = {pattern: style for pattern, style in styles.items() if style not in _FOUND_ANYWAY}
         return cls(tuple(Rule.of(pattern, style, source) for pattern, style in named.items()))
 
-    def __or__(self, other: Plan) -> Plan:
+    def __or__(self, other: "Plan") -> "Plan":
         """Both plans' rules. The rules of `other` come last, so they win, and replace rules of the same section and
         pattern.
         """
@@ -136,7 +134,7 @@ class Plan:
         return "\n\n".join("\n".join([f"[{name}]", *map(str, own)]) for name, own in sections.items() if own)
 
     @classmethod
-    def parse(cls, text: str) -> Plan:
+    def parse(cls, text: str) -> "Plan":
         """Parses a plan, one rule or section name per line. Blank lines and comments are skipped.
 
         Raises:
@@ -163,7 +161,7 @@ class Plan:
         return {kind.section: [asdict(rule) for rule in self.section(kind)] for kind in SECTIONS}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+    def from_json(cls, data: Mapping[str, Any]) -> "Plan":
         """The plan from the object that `to_json` made.
 
         Raises:

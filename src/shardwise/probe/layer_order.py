@@ -7,8 +7,6 @@ A tensor depends on parameters if a parameter was used to compute it. If it is m
 one, it crosses every cut between the two.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging
@@ -60,7 +58,9 @@ def watch_order(
     return watcher.found()
 
 
-def _watched(model: nn.Module, batch: Mapping[str, Any], layers: Collection[str], *, shares_dropped: bool) -> _Watcher:
+def _watched(
+    model: nn.Module, batch: Mapping[str, Any], layers: Collection[str], *, shares_dropped: bool
+) -> "_Watcher":
     watcher = _Watcher(model, layers, shares_dropped=shares_dropped)
     with watcher.hooked(), watcher:
         output = model(**clone_batch(batch))

@@ -1,7 +1,5 @@
 """Tries a split: trains a tiny model on simulated ranks and compares it with the full one, in milliseconds."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools
@@ -55,7 +53,7 @@ _SMALL_ENOUGH = 8_000_000
 """Elements up to which a model is its own tiny model, so that even parts given element by element fit it."""
 
 
-def trial_of(tiny: PreTrainedModel, *, num_parts: int, drops: bool) -> Trial:
+def trial_of(tiny: PreTrainedModel, *, num_parts: int, drops: bool) -> "Trial":
     """Trial with the result of `build_tried_model`."""
     batch = make_batch(tiny, seed=0)
     set_runnable_mode(tiny, batch)
@@ -246,7 +244,7 @@ class Trial:
 
     def _split(
         self, tiny: nn.Module, plan: Plan, batch: Mapping[str, Any], *, sequence_parallel: bool
-    ) -> list[_Result] | Verdict:
+    ) -> "list[_Result] | Verdict":
         """Results of each rank for the batch; a verdict if it fails."""
         spec, shape = ParallelSpec(sequence_parallel=sequence_parallel), MeshShape(tp_size=self.num_parts)
 

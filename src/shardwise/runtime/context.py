@@ -1,7 +1,5 @@
 """State that the split modules of one model share while the model runs."""
 
-from __future__ import annotations
-
 import datetime
 import zlib
 from collections.abc import Iterator
@@ -32,11 +30,11 @@ class Axis:
     coord: int = 0
 
     @classmethod
-    def of(cls, mesh: Mesh, name: str) -> Axis:
+    def of(cls, mesh: Mesh, name: str) -> "Axis":
         """The axis called `name` of `mesh`."""
         return cls(name, group=mesh.group(name), size=mesh.size(name), coord=mesh.coord(name))
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Axis:
+    def __deepcopy__(self, memo: dict[int, object]) -> "Axis":
         return self  # process groups cannot be copied
 
     def even_sizes(self, length: int) -> tuple[int, ...]:
@@ -118,7 +116,7 @@ class SplitContext:
     _around: list[tuple[nn.Module, ForwardState]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, mesh: Mesh, *, has_dropout: bool = False) -> SplitContext:
+    def of(cls, mesh: Mesh, *, has_dropout: bool = False) -> "SplitContext":
         """Context of a new model on `mesh`."""
         return cls(
             tp=Axis.of(mesh, "tp"),
@@ -128,7 +126,7 @@ class SplitContext:
             has_dropout=has_dropout,
         )
 
-    def __deepcopy__(self, memo: dict[int, object]) -> SplitContext:
+    def __deepcopy__(self, memo: dict[int, object]) -> "SplitContext":
         # A copied model runs on the same ranks; process groups cannot be copied.
         return self
 

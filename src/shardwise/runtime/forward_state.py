@@ -11,8 +11,6 @@ The replicated stream is the same on all pp ranks too. A pipeline draws one seed
 microbatch gets its own stream (`SplitContext.stage_stream`), which is the replicated stream of the stage's tp ranks.
 """
 
-from __future__ import annotations
-
 import weakref
 import zlib
 from collections.abc import Callable, Hashable, Iterator
@@ -43,7 +41,7 @@ class RandomStreams:
     seed: int | None = None
     _before: dict[str, tuple[torch.Generator, Tensor, int | None]] = field(default_factory=dict)
 
-    def copy(self) -> RandomStreams:
+    def copy(self) -> "RandomStreams":
         """Copy of the streams, used to recompute a part of the forward."""
         return RandomStreams(self.seed, dict(self._before))
 
@@ -177,7 +175,7 @@ class ForwardState:
     loss_mode: TorchFunctionMode | None = None
     random: RandomStreams = field(default_factory=RandomStreams)
 
-    def copy(self) -> ForwardState:
+    def copy(self) -> "ForwardState":
         """Copy of the state, used to recompute the part that begins now."""
         return replace(self, entered=Entered(), sums=None, random=self.random.copy())
 

@@ -21,8 +21,6 @@ Every region removes the padding, so nothing attends to it and its gradient is z
 entry of a stack of layers. Microbatches of one step share it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -427,7 +425,7 @@ class _EndCheck:
         self.axis = context.tp
         self._context = context
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _EndCheck:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_EndCheck":
         return self
 
     def begin(self, module: nn.Module, arguments: Arguments) -> list[Sum] | None:

@@ -14,8 +14,6 @@ must not reach the layer's output. A product for which that fails is no row prod
 attention's output, which also go to the residual stream in full).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -87,7 +85,7 @@ class RequiredIndices:
     ranks: tuple[frozenset[int], ...]
 
     @classmethod
-    def along(cls, dim: int, masks: Sequence[Tensor]) -> RequiredIndices:
+    def along(cls, dim: int, masks: Sequence[Tensor]) -> "RequiredIndices":
         """Required indices along `dim`, from the masks of the elements on which each rank's features depend."""
         others = [other for other in range(masks[0].ndim) if other != dim]
         needed = (mask.sum(others) if others else mask for mask in masks)
@@ -109,7 +107,7 @@ class RequiredIndices:
         """Whether every rank needs less than everything."""
         return all(len(indices) < len(self.needed) for indices in self.ranks)
 
-    def united(self, other: RequiredIndices) -> RequiredIndices:
+    def united(self, other: "RequiredIndices") -> "RequiredIndices":
         """What a rank must hold for both, along the same dim."""
         ranks = tuple(mine | theirs for mine, theirs in zip(self.ranks, other.ranks, strict=True))
         return RequiredIndices(dim=self.dim, size=self.size, ranks=ranks)

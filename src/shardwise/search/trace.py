@@ -3,8 +3,6 @@
 Every layer starts from detached inputs, so it has its own autograd graph, which shows what depends on what.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -92,7 +90,7 @@ class Layer:
     calls: list[ModuleCall] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     size_constraints: list[SizeConstraint] = field(default_factory=list)
-    with_zeroed_outputs: Layer | None = None
+    with_zeroed_outputs: "Layer | None" = None
 
 
 def watch(

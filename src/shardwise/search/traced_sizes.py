@@ -7,8 +7,6 @@ formula through arithmetic into the shapes of operations. The influence of each 
 value of the formula on a rank. The attributes to divide are those that solve all these equations.
 """
 
-from __future__ import annotations
-
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,12 +37,12 @@ class TracedInt(int):
     formula: _Formula
 
     @classmethod
-    def of(cls, name: str, value: int) -> TracedInt:
+    def of(cls, name: str, value: int) -> "TracedInt":
         """The attribute called `name`."""
         return cls._build(value, frozenset({name}), lambda parts: value * parts.get(name, Fraction(1)))
 
     @classmethod
-    def _build(cls, value: int, names: frozenset[str], formula: _Formula) -> TracedInt:
+    def _build(cls, value: int, names: frozenset[str], formula: _Formula) -> "TracedInt":
         number = cls(value)
         number.names, number.formula = names, formula
         return number

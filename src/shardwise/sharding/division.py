@@ -3,8 +3,6 @@
 The assignment follows from the layouts alone: every rank computes the same one and communicates nothing.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +44,7 @@ class _Holders:
         else:
             self.alone.setdefault(ranks[0], []).append(box)
 
-    def restricted(self, only: Collection[int], name: str) -> _Holders:
+    def restricted(self, only: Collection[int], name: str) -> "_Holders":
         """The boxes of the tensor `name`, with only the ranks in `only`."""
         found = _Holders()
         alone = ((box, (rank,)) for rank, boxes in self.alone.items() for box in boxes)

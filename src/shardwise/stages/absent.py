@@ -9,8 +9,6 @@ memory nor time. When the value is received, it is bound to the absent tensor an
 kept it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -39,7 +37,7 @@ class Absent(Tensor):
     value: Tensor | None
 
     @staticmethod
-    def __new__(cls, meta: Tensor, device: torch.device) -> Absent:
+    def __new__(cls, meta: Tensor, device: torch.device) -> "Absent":
         self = Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
@@ -52,7 +50,7 @@ class Absent(Tensor):
         return self
 
     @classmethod
-    def of(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Absent:
+    def of(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> "Absent":
         """A contiguous absent tensor of this shape."""
         return cls(torch.empty(tuple(shape), dtype=dtype, device="meta"), device)
 
@@ -92,7 +90,7 @@ class Absent(Tensor):
             return changed if isinstance(changed, Absent) else _overwritten(changed)
         return out if makes else _changed(Tensor, lambda each: Absent(each, device), out)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Absent:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Absent":
         copied = memo[id(self)] = Absent(self.meta, self.device)
         copied.value = self.value
         return copied

@@ -3,8 +3,6 @@
 See [Note: a stage's forward].
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,7 +43,7 @@ __all__ = [
 class StagedModel:
     """Mixin of the model: its forward is that of the running stage."""
 
-    _stages: Stages
+    _stages: "Stages"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the current stage's part; see [Note: a stage's forward]."""
@@ -55,7 +53,7 @@ class StagedModel:
 class LayerContainer:
     """Mixin of the modules that contain layers: their outputs are real tensors, for hooks."""
 
-    _stages: Stages
+    _stages: "Stages"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward. Raises UnsupportedError if no stage is running, because other ranks hold some of
@@ -98,7 +96,7 @@ class MayHaveNoParameters:
 class StageAwareCall:
     """Mixin of layers and the modules around them: calls go through the running stage, if there is one."""
 
-    _stages: Stages
+    _stages: "Stages"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own: Own = super().__call__  # type: ignore[misc]

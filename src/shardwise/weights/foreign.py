@@ -5,8 +5,6 @@ DCP stores its metadata as a pickle. A restricted unpickler allows only the data
 is data. torch reads the tensors' files with `weights_only=True`.
 """
 
-from __future__ import annotations
-
 import functools
 import io
 import json
@@ -38,7 +36,7 @@ class Chunk:
     read: Callable[[], Tensor]
 
     @classmethod
-    def of(cls, value: Tensor, box: Box, path: Path) -> Chunk:
+    def of(cls, value: Tensor, box: Box, path: Path) -> "Chunk":
         """A chunk whose elements are memory-mapped or in memory."""
         return cls(box, path, lambda: value)
 

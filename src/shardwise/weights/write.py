@@ -11,8 +11,6 @@ or as views. The format (https://github.com/huggingface/safetensors#format): 8 b
 header as JSON, the tensors' bytes. The library reads the files.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -106,7 +104,7 @@ class TensorFileWriter:
         """Closes the file."""
         self._file.close()
 
-    def __enter__(self) -> TensorFileWriter:
+    def __enter__(self) -> "TensorFileWriter":
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:
@@ -234,7 +232,7 @@ class PretrainedWriter:
             self.staging.mkdir()
         self.shards = PlannedShards(self.staging, planned, max_shard_bytes=max_shard_bytes)
 
-    def __enter__(self) -> PretrainedWriter:
+    def __enter__(self) -> "PretrainedWriter":
         return self
 
     def __exit__(self, *error: object) -> None:

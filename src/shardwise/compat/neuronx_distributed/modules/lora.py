@@ -1,7 +1,5 @@
 """`modules.lora`: NxD's LoRA on top of PEFT's. Adapters are split like their base."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Sequence
@@ -63,7 +61,7 @@ class LoraConfig:
         if self.merge_lora and not self.save_lora_base:
             raise ConfigError("LoraConfig merge_lora without save_lora_base", why="it is the base that it is merged in")
 
-    def as_saved(self) -> LoraConfig:
+    def as_saved(self) -> "LoraConfig":
         """Config of the adapter that will be loaded; this config if none will be. Raises `LoadError` if there is no
         such adapter.
         """

@@ -1,7 +1,5 @@
 """`NxDModel`: a split model with NxD's methods."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -76,16 +74,16 @@ class NxDModel(nn.Module):
 
     local_state_dict = state_dict
 
-    def apply(self, fn: Callable[[nn.Module], None]) -> NxDModel:
+    def apply(self, fn: Callable[[nn.Module], None]) -> "NxDModel":
         """Calls `fn` with every module of the model."""
         self.local_module().apply(fn)
         return self
 
-    def _apply(self, fn: Any, recurse: bool = True) -> NxDModel:
+    def _apply(self, fn: Any, recurse: bool = True) -> "NxDModel":
         self.local_module()._apply(fn, recurse)
         return self
 
-    def train(self, mode: bool = True) -> NxDModel:
+    def train(self, mode: bool = True) -> "NxDModel":
         """Sets the mode of the model."""
         self.training = mode
         self.local_module().train(mode)
