@@ -15,7 +15,7 @@ from shardwise.compat.layers.by_hand import adopt_model
 from shardwise.compat.neuronx_distributed.optimizer import build_sharded
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.optim.gradients import LossScale, gradients_of
-from shardwise.optim.plain_step import can_skip_on_device, stepping_class
+from shardwise.optim.steps import can_skip_on_device, stepping_class
 from shardwise.parameters.registry import registry_of
 from shardwise.ranks.spawn import spawn
 from tests.families import rows_of, tiny_batch, tiny_model

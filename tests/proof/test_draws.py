@@ -28,8 +28,7 @@ from shardwise.runtime.context import SplitContext
 from shardwise.search.planning import plan_for
 from shardwise.stages.model import Stages
 from shardwise.stages.run import ComputeRun
-from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
-from shardwise.tiny.random import training_copy
+from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config, training_copy
 from tests.families import FULL_PRODUCT, derive_plan, tiny_model
 
 WIDTH, VOCABULARY = 16, 23

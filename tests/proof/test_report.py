@@ -9,7 +9,7 @@ from torch import nn
 import shardwise
 from shardwise.api.verifying import Proof
 from shardwise.proof.parity import Report, measure
-from shardwise.tiny.random import set_dropout
+from shardwise.tiny.models import set_dropout
 from tests.families import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.single

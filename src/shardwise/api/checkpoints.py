@@ -20,8 +20,8 @@ from shardwise.errors import ConfigError, did_you_mean
 from shardwise.lora.files import adapter_companions, adapter_config_text, adapter_state, write_adapter_files
 from shardwise.lora.merging import Merger, base_tensors
 from shardwise.optim.gradients import gradients_of
-from shardwise.optim.nonfinite import check_steps
 from shardwise.optim.optimizer import model_under
+from shardwise.optim.steps import check_steps
 from shardwise.parallel.loading import put_tensor
 from shardwise.parameters.canonical import canonical_tensors, computed_buffer, state_names
 from shardwise.parameters.registry import find_parameters, named_entries, registry_of, reshard

@@ -23,7 +23,7 @@ from shardwise.loss.logits import dropped_output
 from shardwise.mesh import Mesh
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.gradients import gradients_of, track_gradients
-from shardwise.optim.plain_step import stepping_class
+from shardwise.optim.steps import stepping_class
 from shardwise.parallel.activation_memory import (
     FakeTensorCorrections,
     MemoryCount,

@@ -15,7 +15,7 @@ from torch import Tensor, nn, optim
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shardwise.errors import UnsupportedError
-from shardwise.optim.plain_step import class_of
+from shardwise.optim.steps import class_of
 from shardwise.parameters.registry import DataHandling, ParameterEntry, entry_of
 
 _ELEMENTWISE = (

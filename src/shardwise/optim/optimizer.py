@@ -14,8 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.optim.elementwise import assume_elementwise, check_optimizer
 from shardwise.optim.gradients import gradients_of
-from shardwise.optim.nonfinite import check_finite_before_step
-from shardwise.optim.plain_step import inner_of, stepping_class, with_fused
+from shardwise.optim.steps import check_finite_before_step, inner_of, stepping_class, with_fused
 from shardwise.parameters.registry import canonical_entries, entry_of, registry_of, reshard
 from shardwise.plan.options import check_kind
 from shardwise.plan.spec import match

@@ -44,8 +44,14 @@ from shardwise.errors import BatchError, ShardwiseError, UnsupportedError
 from shardwise.loss.label_use import may_divide
 from shardwise.optim.gradients import gradients_of
 from shardwise.parameters.registry import Registry, local_part, registry_of
-from shardwise.pipeline.caches import StageCaches, check_caches
-from shardwise.pipeline.outputs import asked_outputs, broadcast_output, check_asked_outputs, merge_outputs
+from shardwise.pipeline.outputs import (
+    StageCaches,
+    asked_outputs,
+    broadcast_output,
+    check_asked_outputs,
+    check_caches,
+    merge_outputs,
+)
 from shardwise.pipeline.runner import PipelineRunner, runner_of
 from shardwise.pipeline.stage import Microbatch
 from shardwise.runtime.host_masks import cache_of, leave_out_cache

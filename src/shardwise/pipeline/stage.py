@@ -37,7 +37,7 @@ from torch.distributed.pipelining import stage as torch_stage
 
 from shardwise.comm.collectives import Group
 from shardwise.errors import LayoutError
-from shardwise.pipeline.caches import StageCaches
+from shardwise.pipeline.outputs import StageCaches
 from shardwise.runtime.context import SplitContext
 from shardwise.schedule.schedule import Action, Kind
 from shardwise.schedule.timeline import Span

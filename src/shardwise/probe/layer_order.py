@@ -32,8 +32,7 @@ from shardwise.sharding.json_form import from_json, to_json
 from shardwise.stages.model import Stages
 from shardwise.stages.run import is_dropout, made_by, named_arguments, named_tensors, used_by, writes
 from shardwise.tiny.inputs import clone_batch, loss_or_surrogate, make_batch
-from shardwise.tiny.models import set_runnable_mode
-from shardwise.tiny.random import fork_all_rng
+from shardwise.tiny.models import fork_all_rng, set_runnable_mode
 
 
 def watch_order(

@@ -36,8 +36,16 @@ from shardwise.runtime.adapter_facts import without_adapters
 from shardwise.runtime.modes import has_dropout
 from shardwise.tiny.families import read_field
 from shardwise.tiny.inputs import clone_batch, loss_or_surrogate
-from shardwise.tiny.models import build_tiny_model, make_batch, perturb_parameters, set_runnable_mode, shrink_config
-from shardwise.tiny.random import fork_all_rng, set_dropout, training_copy
+from shardwise.tiny.models import (
+    build_tiny_model,
+    fork_all_rng,
+    make_batch,
+    perturb_parameters,
+    set_dropout,
+    set_runnable_mode,
+    shrink_config,
+    training_copy,
+)
 from shardwise.tiny.shrink import apply_repeatable
 from shardwise.topology.shape import MeshShape
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.stages.absent import Absent
 from shardwise.stages.model import Stages
 from shardwise.stages.run import StageRun
-from shardwise.tiny.random import draws_shared
+from shardwise.tiny.models import draws_shared
 
 _FEW = 16
 """Parts with fewer elements may well be equal by chance."""

@@ -25,7 +25,7 @@ from shardwise.proof.counting import counted_layers
 from shardwise.proof.draws import RecordRandom, ReplayRandom, in_microbatch_order
 from shardwise.sharding.placement import Split
 from shardwise.tiny.inputs import clone_batch, loss_or_surrogate
-from shardwise.tiny.random import fork_all_rng, training_copy
+from shardwise.tiny.models import fork_all_rng, training_copy
 from shardwise.topology.shape import DATA_AXES
 
 OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "eps": 1e-6}

@@ -25,7 +25,7 @@ from shardwise.probe.disk_cache import cache_path, read, write
 from shardwise.probe.trial import try_adapters
 from shardwise.runtime.adapter_facts import without_adapters
 from shardwise.search.deriving import Subject, build_subject, check_given_rules, search_plan
-from shardwise.tiny.random import fork_all_rng
+from shardwise.tiny.models import fork_all_rng
 
 logger = logging.getLogger("shardwise.plan")
 

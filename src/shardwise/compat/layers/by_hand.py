@@ -44,8 +44,7 @@ from shardwise.runtime.adapter_facts import find_model
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.modes import has_dropout
 from shardwise.tiny.inputs import clone_batch, guess_batches
-from shardwise.tiny.models import set_runnable_mode
-from shardwise.tiny.random import fork_all_rng
+from shardwise.tiny.models import fork_all_rng, set_runnable_mode
 
 _EDITS = ("names", "stages", "registry", "device", "recomputation", "data", "absent")
 """The steps of a model whose modules divide themselves."""

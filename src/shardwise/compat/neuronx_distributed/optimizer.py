@@ -23,7 +23,7 @@ from shardwise.compat.neuronx_distributed.trainer.optimizer import NxDOptimizer
 from shardwise.compat.warned import warn_idle
 from shardwise.mesh import Mesh
 from shardwise.optim.optimizer import check_class, divided_groups
-from shardwise.optim.plain_step import inner_of
+from shardwise.optim.steps import inner_of
 from shardwise.plan.options import check_count
 from shardwise.topology.shape import DATA_AXES
 
