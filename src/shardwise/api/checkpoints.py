@@ -315,9 +315,7 @@ def export_pretrained(
 
 
 def _named_as_split(model: nn.Module) -> nn.Module:
-    """The split model, or PEFT's wrapper around it, if the modules around it hold no tensors (`torch.compile`'s
-    wrapper, a LightningModule); else `model`.
-    """
+    """The split model, or PEFT's wrapper around it, if no wrapper around it holds tensors; else `model`."""
     root = registry_of(model).model()
     inner = next((each for each in model.modules() if each is root or find_model(each) is root), model)
     own, held = ({id(value) for value in (*each.parameters(), *each.buffers())} for each in (inner, model))

@@ -47,9 +47,7 @@ from shardwise.topology.shape import AXES, MeshShape
 
 @contextmanager
 def fake_mesh(shape: MeshShape, *, rank: int = 0) -> Iterator[Mesh]:
-    """Context manager: the mesh of one rank on the CPU, whose collectives do nothing. For shapes and counts, not for
-    values.
-    """
+    """Context manager: the mesh of one rank on the CPU, whose collectives do nothing. For shapes and counts only."""
     if dist.is_initialized():
         raise MeshError(
             f"this process has a process group and cannot simulate a rank of {shape}",
@@ -122,18 +120,14 @@ class Rehearsal:
         return replace(self, spec=replace(self.spec, compilation=None))
 
     def run_step(self, *, num_rows: int, seq_length: int) -> "RehearsedStep":
-        """Runs one microbatch eagerly on rank 0; returns memory and communication of forward, backward and gradient
-        phase.
-        """
+        """Runs one microbatch eagerly on rank 0; returns memory and communication, with those of the gradient phase."""
         with self._eager().open() as model:
             batch = _full_rows(model, num_rows, seq_length)
             with as_data_dependent_error(model):
                 return _run_step(model, batch)
 
     def run_stages(self, *, num_rows: int, seq_length: int) -> "dict[int, RehearsedStage]":
-        """Runs one microbatch through each pipeline stage, on the first rank of the stage: forward, and over tp
-        backward.
-        """
+        """Runs one microbatch through each pipeline stage, on the stage's first rank: forward, and over tp backward."""
         found: dict[int, RehearsedStage] = {}
         for coord in range(self.shape.pp_size):
             with self._eager().open(rank=self.shape.rank(**dict.fromkeys(AXES, 0) | {"pp": coord})) as model:

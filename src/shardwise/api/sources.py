@@ -202,9 +202,7 @@ def split_lazily(
     checkpoint: Place | None = None,
     ranks_at_a_time: int | None = None,
 ) -> Registry:
-    """Splits a model and fills its meta tensors. Arguments, errors and communication: see `parallelize` and
-    `fill_later`.
-    """
+    """Splits a model and fills its meta tensors. Arguments and communication: see `parallelize` and `fill_later`."""
     with fill_later(model, mesh, checkpoint=checkpoint, ranks_at_a_time=ranks_at_a_time) as fill:
         registry = prepare(model, mesh, spec)
         fill(registry)

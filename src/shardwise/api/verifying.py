@@ -261,9 +261,7 @@ def _inject(configs: Mapping[str, Any], tiny: nn.Module) -> nn.Module:
 
 
 def _draws_in_order(spec: ParallelSpec, pp_size: int) -> bool:
-    """Whether each rank runs the dropout of one microbatch after the other. With several stages per rank the order is
-    unknown.
-    """
+    """Whether each rank drops in one microbatch after the other. With several stages per rank this is unknown."""
     return pp_size == 1 or len(smallest_schedule(spec.pipeline, pp_size).rank_of) == pp_size
 
 

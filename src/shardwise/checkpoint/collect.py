@@ -129,9 +129,7 @@ class OptimizerContent:
 def named_groups(
     optimizer: torch.optim.Optimizer, shards: Mapping[str, LocalShard]
 ) -> Iterator[tuple[dict[str, Any], list[LocalShard]]]:
-    """Yields every parameter group of an optimizer with the model's parameters in it. Other frozen parameters are left
-    out.
-    """
+    """Yields every parameter group of an optimizer with the model's parameters in it, without other frozen ones."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"the optimizer is a {type(optimizer).__name__}", fix="pass a torch.optim.Optimizer")
     by_id = {id(each.value): each for each in shards.values()}

@@ -118,9 +118,7 @@ def lock(root: Path) -> None:
 
 
 def clean(root: Path) -> None:
-    """Removes what crashed saves have left. `root` must be locked by this job, which must not be saving. Exports and
-    conversions of others are not touched.
-    """
+    """Removes what crashed saves have left in `root`, which this job must have locked, while it does not save."""
     replaced = [path for tag, path in find_asides(root).items() if (root / tag / MANIFEST).is_file()]
     for path in (*leftovers(root), *replaced):
         shutil.rmtree(path, ignore_errors=True)

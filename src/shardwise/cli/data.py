@@ -159,9 +159,7 @@ def open_source(config: DataConfig) -> DataSource[str | None]:
 
 
 def open_records(config: DataConfig) -> DataSource[Record]:
-    """The records that `config` names: prompts with responses, or lists of messages. Raises the errors of
-    `open_source`.
-    """
+    """The records that `config` names: prompts with responses, or lists of messages."""
     if config.path is not None:
         return file_records(find_files(Path(config.path), patterns_of(config)))
     return dataset_records(_open_dataset(config))

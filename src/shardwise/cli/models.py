@@ -64,9 +64,7 @@ def build_model(
 
 
 def find_run_apart(data: DataConfig, model_config: Any) -> DocumentMasking:
-    """How documents in a row are kept from attending to each other; raises `UnsupportedError` if the model cannot do
-    it.
-    """
+    """How documents in a row are kept from attending to each other; raises `UnsupportedError` if the model cannot."""
     kind = rows_of(data)
     if kind == "stream":
         return "padded without mask"  # a document sees those before it
@@ -91,9 +89,7 @@ def spec_of(config: TrainConfig, device: torch.device | None = None) -> Parallel
 
 
 def check_model(config: TrainConfig) -> list[Problem]:
-    """Problems of model, tokenizer, rows, layout, adapter and optimizer together. Reads no weights, and of the data at
-    most the first records.
-    """
+    """Problems of model, tokenizer, rows, layout, adapter and optimizer together. Reads no weights."""
     problems = Problems()
     with problems.of("model.path"):
         if config.model.path is not None:  # before the tokenizer, which may be missing because there is no model
@@ -188,9 +184,7 @@ def make_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.opt
 
 
 def read_model_config(config: TrainConfig, tokenizer: Any) -> Any:
-    """The model's transformers config. A new model gets the tokenizer's vocabulary size and special tokens, unless
-    `model.config` sets them.
-    """
+    """The model's transformers config. A new model gets the tokenizer's vocabulary size and special tokens."""
     source = config.model.path or config.model.config
     if isinstance(source, dict):
         names = {"vocab_size": len(tokenizer), **{name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}}

@@ -63,9 +63,7 @@ class _Rows:
 
 
 class StreamRows(_Rows):
-    """Concatenated documents cut into rows of `seq_length`. Tokens after the last full row are dropped. Every token is
-    a target.
-    """
+    """Concatenated documents cut into rows of `seq_length`, without the last tokens. Every token is a target."""
 
     def __init__(self, documents: Documents, *, seq_length: int) -> None:
         self.documents, self.seq_length, self.num_tokens = documents, seq_length, len(documents.tokens)

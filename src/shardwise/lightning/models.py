@@ -277,9 +277,7 @@ def _is_training(model: nn.Module) -> bool:
 
 
 def _check_one_trained(module: nn.Module, roots: Sequence[nn.Module]) -> None:
-    """Raises `UnsupportedError` if a model other than the first is trained. Gradients and checkpoints use the first
-    model's names; teachers and judges after it are frozen.
-    """
+    """Raises `UnsupportedError` if a model other than the first is trained: names are the first model's."""
     trained = [root for root in roots if any(entry_of(value) and value.requires_grad for value in root.parameters())]
     names = {id(each): name for name, each in module.named_modules()}
     if trained[1:] or (trained and trained[0] is not roots[0]):

@@ -41,9 +41,7 @@ from shardwise.topology.shape import MeshShape
 
 
 def seed_workers(loader: DataLoader[Any], mesh: Mesh) -> None:
-    """Seeds the loader's workers by data rank if `seed_everything(workers=True)` asks for seeds: ranks that differ only
-    in tp or pp must read the same.
-    """
+    """Seeds the loader's workers by data rank, if `seed_everything(workers=True)`: tp and pp ranks read the same."""
     if os.environ.get("PL_SEED_WORKERS", "0") != "0" and loader.worker_init_fn is None:
         loader.worker_init_fn = functools.partial(pl_worker_init_function, rank=mesh.data_rank)
 
@@ -326,9 +324,7 @@ class ShardwiseStrategy(SavesParts, Exchanges):
         )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's step. With automatic optimization the step must not change gradients, which are computed
-        afterwards.
-        """
+        """Runs the module's step. With automatic optimization it must not change gradients."""
         assert self._models is not None
         self.mesh.note_step()
         self._models.take_targets()

@@ -95,9 +95,7 @@ def write_adapter_files(directory: Path, state: Mapping[str, Tensor], config: by
 
 
 def adapter_companions(model: nn.Module) -> dict[str, bytes]:
-    """Files of a checkpoint besides its tensors, for a model with one adapter of the default name: the adapter's config
-    in PEFT's format. Empty for other models.
-    """
+    """Files besides tensors, for a model with one adapter of the default name: its config in PEFT's format."""
     configs = getattr(find_model(model), "peft_config", {})
     return {ADAPTER_CONFIG: adapter_config_text(model, "default")} if list(configs) == ["default"] else {}
 

@@ -37,9 +37,7 @@ def guard_wrapper(model: nn.Module, registry: Registry) -> None:
 
 
 def named_biases(model: nn.Module, config: Any) -> dict[str, Tensor]:
-    """Biases that an adapter's config trains and that PEFT misses, because they are not called `bias`: modules list
-    them in `bias_names`.
-    """
+    """Biases that an adapter's config trains and that PEFT misses: modules list them in `bias_names`."""
     kind = getattr(config, "bias", "none")
     return {
         f"{name}.{bias}": module.get_parameter(bias)
@@ -193,9 +191,7 @@ def named_targets(model: nn.Module, keywords: Any) -> Any:
 
 
 def inject_alike(model: nn.Module, other: nn.Module, *, fresh_values: bool = False) -> nn.Module:
-    """Adds the adapters of `model` to `other`, a model of the same architecture, with random or (`fresh_values`, same
-    size) initial values.
-    """
+    """Adds the adapters of `model` to `other`, of the same architecture, with random or `fresh_values`."""
     library = peft()
     for name, given in getattr(model, "peft_config", {}).items():
         config = copy.deepcopy(given)

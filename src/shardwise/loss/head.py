@@ -233,9 +233,7 @@ def _check_prefix(name: str, cache: Cache, filled: WeakSet[Cache]) -> None:
 
 
 def _returned(value: Any, filled: WeakSet[Cache]) -> Any:
-    """Converts one output of the model: split logits stay, other DTensors (a loss that is no cross-entropy) become
-    full.
-    """
+    """Converts one output of the model: split logits stay, other DTensors (another kind of loss) become full."""
     if isinstance(value, Cache):
         filled.add(value)
     return value.full_tensor() if isinstance(value, DTensor) and not isinstance(value, SplitLogits) else value

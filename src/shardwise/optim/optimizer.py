@@ -234,9 +234,7 @@ def _check_at_rest(parameters: Iterable[Tensor], models: Iterable[nn.Module]) ->
 def _grouped(
     trained: Mapping[str, Tensor], groups: Groups, others: Mapping[str, tuple[int, ...]]
 ) -> list[dict[str, Any]]:
-    """Parameter groups by options. Parameters in and outside of FSDP2 get separate groups, since foreach optimizers
-    cannot mix them.
-    """
+    """Parameter groups by options, apart in and outside of FSDP2: foreach optimizers cannot mix them."""
     choose = groups if callable(groups) else _Rules(groups, trained, others)
     found: dict[Any, dict[str, Any]] = {}
     for name, parameter in trained.items():
@@ -283,9 +281,7 @@ def divided_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def check_class(given: Any) -> None:
-    """Raises `ConfigError` if `given` is no optimizer class: an instance, a name, or anything else that cannot be
-    called.
-    """
+    """Raises `ConfigError` if `given` is no optimizer class: an instance, a name, or what cannot be called."""
     check_kind("the class of an optimizer", given, Callable, fix="pass it as torch.optim.AdamW, its options by name")
 
 

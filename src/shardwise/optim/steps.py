@@ -74,9 +74,7 @@ def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def can_skip_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Whether a scalar on `device` can skip a step of the optimizer. The same on all ranks, including those to which
-    ZeRO assigns no parameters.
-    """
+    """Whether a scalar on `device` can skip a step of the optimizer; the same on all ranks."""
     optimizer = inner_of(optimizer)
     return (
         isinstance(optimizer, _PlainStep)
@@ -158,9 +156,7 @@ def check_finite_before_step(model: nn.Module, gradients: Gradients, optimizer: 
 
 
 def check_steps(model: nn.Module) -> Gradients:
-    """State of a model's gradients, after a check that no step skipped on the device should have raised; see [Note:
-    left out on the device].
-    """
+    """Gradients' state, after a check that no step skipped on the device should have raised."""
     gradients = gradients_of(model)
     late, gradients.pending_fault = gradients.pending_fault, None
     if late is None or not late.read():

@@ -95,9 +95,7 @@ def complete_gradients(parameters: Sequence[tuple[nn.Parameter, ParameterEntry]]
 
 
 def _give_to_lacking(summands: Sequence[_Summand]) -> None:
-    """Sets the gradient of parameters without one here to the sum, if another rank has one. Reads the device once per
-    dtype.
-    """
+    """Sets missing gradients to the sum, if another rank has one. Reads the device once per dtype."""
     for same in _by_kind(summands, [each.local for each in summands]).values():
         for each, count in zip(same, torch.cat([each.present for each in same]).tolist(), strict=True):
             if count:

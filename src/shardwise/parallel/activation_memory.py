@@ -35,9 +35,7 @@ def fake_tensors() -> Iterator[None]:
 
 
 class FakeTensorCorrections(TorchDispatchMode):
-    """Corrects two fake implementations in torch: grouped products exist in every dtype, not only bfloat16, and waiting
-    for a collective's result returns the same tensor.
-    """
+    """Corrects fake tensors: grouped products exist in every dtype, and waiting returns the same tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._grouped_mm.default:

@@ -103,9 +103,7 @@ class SplitAdapter:
         return getattr(self, "parameter_name", "weight") not in base._parameters
 
     def unload_and_optionally_merge_module(self, *args: Any, **options: Any) -> NoReturn:
-        """Raises `UnsupportedError`: the module that PEFT would leave computes with a part of the weight and sums
-        nothing.
-        """
+        """Raises `UnsupportedError`: the module that PEFT would leave computes with a part and sums nothing."""
         raise UnsupportedError(
             f"taking the adapters away from {self._fqn} of a split model",
             why="the module around both is the one that is split",

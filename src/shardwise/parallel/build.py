@@ -43,9 +43,7 @@ class _Operation:
 
 
 class Construction:
-    """Context manager that records the operations on tensors inside, and keeps the tensors alive (meta tensors take no
-    memory).
-    """
+    """Context manager that records the operations on tensors inside, and keeps the (meta) tensors alive."""
 
     def __init__(self) -> None:
         self._operations: list[_Operation] = []

@@ -180,9 +180,7 @@ def _drop_casts(module: nn.Module, args: Any) -> None:
 
 
 def _own_output(module: nn.Module, args: Any, output: Any) -> Any:
-    """Makes a unit return no view. Writing into a view in place would bypass the hook by which FSDP2 gathers the unit
-    in backward; FSDP2 warns at every view.
-    """
+    """Makes a unit return no view: a write into it would bypass FSDP2's hook that gathers the unit in backward."""
 
     def own(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.requires_grad or not value._is_view():

@@ -42,9 +42,7 @@ _ATTENTIONS = frozenset(
 
 
 class _StatefulCheckpoint:
-    """Checkpoint function whose recomputation uses the forward state of its own forward. Other forwards may have run
-    since.
-    """
+    """Checkpoint function whose recomputation uses the forward state of its own forward, not of a later one."""
 
     def __init__(self, run: Callable[..., Any], registry: Registry, *, is_region: bool = False) -> None:
         self.run, self.context, self.casting, self.is_region = run, registry.context, registry.casting, is_region

@@ -56,9 +56,7 @@ def finish_placeholders(registry: Registry, compute_dtype: torch.dtype | None) -
 
 
 def _of_full_features(registry: Registry) -> set[str]:
-    """Modules that receive and return the same tensors split or unsplit, so that their own code may run with full
-    weights.
-    """
+    """Modules with the same tensors at their edges split or unsplit: their own code may run with full weights."""
     plan = registry.plan
     split_here = {name for name, style in plan.modules.items() if style == "rowwise_split_input"}
     return split_here | {region.fqn for region in plan.regions if region.edge == "gather"}
@@ -112,9 +110,7 @@ def build_local_stages(model: nn.Module, plan: PipelinePlan, *, own: Collection[
 
 
 def _drop_foreign_parameters(model: nn.Module, stages: Stages, runs: Callable[[str], bool]) -> None:
-    """Replaces the parameters of other stages by placeholders. Keeps them for modules that run in other stages'
-    segments.
-    """
+    """Replaces the parameters of other stages by placeholders, except of modules that run in other stages' segments."""
     first: dict[int, str] = {}
     names: dict[tuple[nn.Module, str], list[str]] = {}
     tied: dict[str, str] = {}

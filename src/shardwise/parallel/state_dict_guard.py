@@ -66,9 +66,7 @@ def local_state_dict(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, A
 
 
 def _split(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Replaces full tensors in a state dict that is being loaded by this rank's parts, and removes those of other
-    stages.
-    """
+    """Replaces full tensors in a state dict that is being loaded by this rank's parts; removes other stages'."""
     entries = named_entries(module)
     if any(entry.stage_coords for entry in entries.values()):
         _choose_names(module, state, prefix, entries)

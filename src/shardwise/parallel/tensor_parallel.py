@@ -290,9 +290,7 @@ def apply_local_attributes(modules: Mapping[str, nn.Module], attributes: Mapping
 
 
 def apply_expert_widths(modules: Mapping[str, nn.Module], parameters: Mapping[str, ParameterPlan]) -> None:
-    """Makes stacked experts run one after another if a rank's part has strides that the grouped product does not
-    support.
-    """
+    """Makes stacked experts run one after another if a rank's part has strides that grouped products do not support."""
     for fqn, planned in parameters.items():
         owner, placement = parent_of(fqn), planned.placement
         module = modules[owner]

@@ -71,9 +71,7 @@ def take_assignments(parameter: Any) -> None:
 
 
 def check_assignments(model: nn.Module) -> None:
-    """Checks assignments to `data` of a split model's parameters: with data axes immediately, with only tp at the next
-    training forward.
-    """
+    """Checks assignments to `data` of parameters: with data axes at once, with only tp at the next training forward."""
     entries = []
     for _, parameter, entry in find_parameters(model):
         entries += [entry] if entry is not None else []

@@ -103,9 +103,7 @@ class ParameterEntry:
 
     @functools.cached_property
     def owned_slices(self) -> tuple[tuple[slice, ...] | None, ...]:
-        """The parts of this rank's tensor that it owns; None stands for all. Over all ranks, every canonical element is
-        owned once.
-        """
+        """The parts of this rank's tensor that it owns; None: all. Ranks together own every canonical element once."""
         found = [slices(piece.local) for piece in self.layout.owned(self.registry.mesh.coords)]
         return tuple(None if [each.stop - each.start for each in own] == [*self.local_shape] else own for own in found)
 
@@ -148,9 +146,7 @@ class ParameterEntry:
         return Layout(self.layout.shape, tuple(step for step in self.layout.steps if step.axes == ("tp",)))
 
     def wrap(self, local: Tensor) -> Tensor:
-        """Converts this rank's part to the form of the model's parameter: a `DTensor` over the data axes if FSDP2
-        shards it.
-        """
+        """Converts this rank's part to the model's parameter: a `DTensor` over the data axes if FSDP2 shards it."""
         mesh = self.registry.mesh
         data_mesh = mesh.data_mesh
         if self.data is not DataHandling.FSDP or data_mesh is None:
@@ -388,9 +384,7 @@ def untied(name: str, first: str) -> LayoutError:
 
 
 def named_entries(model: nn.Module) -> dict[str, ParameterEntry]:
-    """Entries by all names in `model` (split, or a wrapper of a split model), including tied aliases and parameters of
-    other stages. The same on every rank.
-    """
+    """Entries by all names in `model`, including tied aliases and parameters of other stages, equal on every rank."""
     return {
         fqn_of(name, own): entry
         for name, module in model.named_modules(remove_duplicate=False)
@@ -442,9 +436,7 @@ def entry_of(parameter: Tensor) -> ParameterEntry | None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Makes FSDP2 free parameters that a forward without backward has left gathered. `parameters()` then lists the
-    sharded ones.
-    """
+    """Makes FSDP2 free parameters that a forward without backward has left gathered."""
     for root in (model, *registry_of(model).stage_roots.values()):
         for module in walk_modules(root).modules:
             if isinstance(module, FSDPModule):

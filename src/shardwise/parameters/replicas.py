@@ -112,9 +112,7 @@ def replica_mismatch_word(copies: Copies) -> int:
 
 
 def _shared_values(entry: ParameterEntry, local: Tensor) -> Iterator[tuple[tuple[Any, ...], int, Tensor]]:
-    """Yields this rank's copies: a key that is equal on all n holders, a factor (n - 1 for the first holder, else -1),
-    and the value.
-    """
+    """Yields this rank's copies: a key equal on all n holders, a factor (first: n - 1, else -1), the value."""
     mesh = entry.registry.mesh
     placed = {axis: step.placement for step in entry.layout.steps for axis in step.axes}
     holders_of = {

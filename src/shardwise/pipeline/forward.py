@@ -67,9 +67,7 @@ Kept = list[tuple[Tensor, Tensor]]
 
 @contextmanager
 def stashed_grads(model: nn.Module) -> Iterator[Kept]:
-    """Context manager: gradients start at None inside; afterwards the previous ones are restored, and the new ones are
-    in the yielded dict.
-    """
+    """Context manager: gradients start at None inside; the new ones are in the yielded dict, the old ones restored."""
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     kept: Kept = []
     for parameter, _ in before:
@@ -279,9 +277,7 @@ class _Forward:
         return self._hand_out(done.outputs.get(0), later=False)
 
     def _agree(self) -> tuple[int, ...]:
-        """Raises the same error on every rank unless all can make this call. Returns the rows of every rank's batch; 0
-        for a batch that cannot be divided.
-        """
+        """Raises the same error on all ranks unless all can make this call. Returns the rows of each rank, or 0."""
         mesh, fault = self.registry.mesh, None
         also = {"model.training": self.model.training, "gradients": self.learns, "the model": self.runner.name}
         try:

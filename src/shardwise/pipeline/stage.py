@@ -114,9 +114,7 @@ def _joined(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _hold(node: Any, saved: Any) -> Any:
-    """Makes the second part begin at a node with the gradients that the first part recorded there. Tensor hooks have
-    already changed them, and would do so again.
-    """
+    """Makes the second part begin at a node with the gradients recorded there, which tensor hooks have changed."""
     return node.register_prehook(lambda _: saved)
 
 

@@ -123,9 +123,7 @@ class Plan:
         return cls(tuple(Rule.of(pattern, style, source) for pattern, style in named.items()))
 
     def __or__(self, other: "Plan") -> "Plan":
-        """Both plans' rules. The rules of `other` come last, so they win, and replace rules of the same section and
-        pattern.
-        """
+        """Both plans' rules. Those of `other` win, and replace rules of the same section and pattern."""
         replaced = {_place(rule) for rule in other.rules}
         return Plan((*(rule for rule in self.rules if _place(rule) not in replaced), *other.rules))
 

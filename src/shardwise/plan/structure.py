@@ -198,9 +198,7 @@ def parent_of(fqn: str) -> str:
 
 
 def fqn_of(module: str, name: str) -> str:
-    """`a.b` for the child `b` of module `a`. The model itself is "". `torch.compile`'s wrapper has the name of its
-    inner module.
-    """
+    """`a.b` for the child `b` of module `a`; "" is the model. `torch.compile`'s wrapper has its inner module's name."""
     joined = f"{module}.{name}" if module else name
     return ".".join(part for part in joined.split(".") if part != "_orig_mod") if "_orig_mod" in joined else joined
 

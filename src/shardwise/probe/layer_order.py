@@ -320,9 +320,7 @@ _ALLOWED = 1e-3  # of the largest entry of a gradient
 
 
 def find_layer_order(model: nn.Module) -> LayerOrder:
-    """The layers of `model` in order of execution, the tensors between them, and the users of each parameter.
-    Communicates nothing.
-    """
+    """The layers of `model` in order of execution, the tensors between them, and the users of each parameter."""
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(f"{name} is no transformers model", why="no tiny model of it can be built")
@@ -365,9 +363,7 @@ def tried_order(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection
 
 
 def _check_training(tiny: PreTrainedModel, batch: Mapping[str, Any], order: LayerOrder) -> None:
-    """Runs the code of other stages in training mode, and raises what a stage would raise. Does nothing if the model
-    cannot be trained.
-    """
+    """Runs the code of other stages in training mode, if the model can be trained; raises what a stage would raise."""
     if tiny.training:
         return
     trained = copy.deepcopy(tiny).train()

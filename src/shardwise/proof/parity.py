@@ -176,9 +176,7 @@ def _parameters_apart(
     num_steps: int,
     allowed: float,
 ) -> Difference:
-    """Difference of both models' parameters after three AdamW steps. The split model continues to `num_steps`. Both
-    have gradients.
-    """
+    """Difference of both models' parameters after three AdamW steps. The split model continues to `num_steps`."""
     reference_optimizer = torch.optim.AdamW(reference.parameters(), **OPTIMIZER)
     optimizers = reference_optimizer, build_optimizer(model, torch.optim.AdamW, **OPTIMIZER)
     parameter = Difference(error=0.0, allowed=allowed)
@@ -295,9 +293,7 @@ def in_dtype(batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _distance(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
-    """Norm of the difference of all tensors together, relative to the norm of the exact ones; a missing tensor counts
-    as 0.
-    """
+    """Norm of the difference of all tensors, relative to the norm of the exact ones; a missing tensor counts as 0."""
     off = {name: value - found[name].to(value) if name in found else value for name, value in exact.items()}
     wrong, total = (sum(float(value.square().sum()) for value in each.values()) for each in (off, exact))
     return (wrong / max(total, 1e-30)) ** 0.5

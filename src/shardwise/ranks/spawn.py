@@ -223,9 +223,7 @@ def _variables(world_size: int, port: int) -> dict[str, str]:
 
 @contextmanager
 def _reserved_port() -> Iterator[int]:
-    """Context manager: a free TCP port for rank 0 that no other `spawn` on this machine uses. The caller reserves it by
-    holding the UDP port of the same number.
-    """
+    """Context manager: a free TCP port for rank 0, reserved on this machine by the UDP port of the same number."""
     ports = random.SystemRandom()  # not seeded: two suites on one machine would try the same ports
     while True:
         address = "127.0.0.1", ports.choice(PORTS)

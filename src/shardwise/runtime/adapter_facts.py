@@ -82,9 +82,7 @@ class Place:
 
 
 def places_in(model: nn.Module) -> Iterator[Place]:
-    """Yields every base module, its wrappers and its trained copies in the model's order, each module once. The
-    adapters' own modules are left out.
-    """
+    """Yields every base module, its wrappers and its trained copies once, in the model's order."""
     seen: set[int] = set()
 
     def walk(module: nn.Module, fqn: str, base: str, *, is_copy: bool) -> Iterator[Place]:
@@ -110,9 +108,7 @@ def places_in(model: nn.Module) -> Iterator[Place]:
 
 
 def names_in_base(model: nn.Module) -> dict[str, str]:
-    """Maps the FQN of every parameter and buffer outside the adapters, trained copies included, to its name in the
-    base.
-    """
+    """Maps the FQN of every parameter and buffer outside the adapters to its name in the base."""
     return {
         fqn_of(place.fqn, own): fqn_of(place.base, own)
         for place in places_in(model)
@@ -212,9 +208,7 @@ def _own_parameters(fqn: str, wrapper: Any) -> Iterator[AdapterParameter]:
 
 
 def _reads_all(wrapper: Any, base: nn.Module, held: Set[str]) -> str:
-    """Names the adapter's kind if it must read the full weight, because it is not plain `B @ A` added to the output;
-    else "".
-    """
+    """Names the adapter's kind if it must read the full weight, because it is not plain `B @ A`; else ""."""
     variants = getattr(wrapper, "lora_variant", None)
     if variants:
         return f"{type(next(iter(variants.values()))).__name__} of adapter {next(iter(variants))!r}"

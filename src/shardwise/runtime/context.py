@@ -43,9 +43,7 @@ class Axis:
         return tuple(min(length, (coord + 1) * run) - min(length, coord * run) for coord in range(self.size))
 
     def equal_sizes(self, length: int) -> tuple[int, ...]:
-        """Length of each rank's part of a sequence that must divide evenly, because ranks gather it without exchanging
-        lengths.
-        """
+        """Length of each rank's part of a sequence that must divide evenly: lengths are not exchanged."""
         if length % self.size:
             raise BatchError(
                 f"a sequence of {length} does not divide among {self.size} {self.name} ranks",
@@ -141,9 +139,7 @@ class SplitContext:
         self.state = ForwardState()
 
     def end_forward(self, module: nn.Module) -> None:
-        """Ends the forward of `module`, also after an exception. The state of the outermost forward is kept for
-        recomputation in backward.
-        """
+        """Ends the forward of `module`, also after an exception. Recomputation in backward uses the outermost state."""
         if self._around and self._around[-1][0] is module:
             self.state.end()
             _, around = self._around.pop()

@@ -101,9 +101,7 @@ def drop_unreduced(root: nn.Module) -> None:
 
 
 def reset_interrupted(root: FSDPModule) -> None:
-    """Resets FSDP2 after a forward or backward that raised, and drops unreduced gradients. Does nothing inside a
-    backward.
-    """
+    """Resets FSDP2 after a forward or backward that raised; drops unreduced gradients. Not inside a backward."""
     if torch._C._current_graph_task_id() != -1:
         return
     state = root._get_fsdp_state()

@@ -65,9 +65,7 @@ class RowSplit:
     _adapts: bool = False
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
-        """Args: x `[..., in]`, per rank `[..., in / tp]`; options: keyword arguments of PEFT's forward. Returns `[...,
-        out]`.
-        """
+        """x: `[..., in]`, per rank `[..., in / tp]`; options: arguments of PEFT's forward. Returns `[..., out]`."""
         context, axis, module = self._split, self._axis, cast(nn.Module, self)
         linear = unwrapped(module) if self._adapts else module
         if self._input_sizes is not None:
@@ -97,9 +95,7 @@ class RowSplit:
 
 
 def apply_mixin(module: nn.Module, mixin: type, **attributes: Any) -> None:
-    """Makes `module` an instance of `mixin` and of its own class, in place. The class keeps its name, the module its
-    parameters.
-    """
+    """Makes `module` an instance of `mixin` and of its own class, in place, under the class's own name."""
     own_class: Any = type(module)
     module.__class__ = _combined(mixin, own_class)
     for name, value in attributes.items():

@@ -53,9 +53,7 @@ def install_local_shapes(module: nn.Module, argument: str, axis: Axis) -> None:
 
 
 class _LocalShapeTensor(Tensor):
-    """Tensor that reports a part of its last dim. Results computed from it are plain tensors, except views of the same
-    features.
-    """
+    """Tensor that reports a part of its last dim. Results are plain tensors, except views of the same features."""
 
     _local_size: int
 

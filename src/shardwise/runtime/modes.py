@@ -20,9 +20,7 @@ def is_in_backward() -> bool:
 
 
 def is_checkpointed() -> bool:
-    """Whether the forward runs inside `torch.utils.checkpoint`, the first time or recomputed. The first forward of
-    reentrant checkpointing, which runs without gradients, is not detected.
-    """
+    """Whether the forward runs inside `torch.utils.checkpoint`, except the first one of reentrant checkpointing."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return is_in_backward() or (hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint")
 

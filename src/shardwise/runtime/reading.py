@@ -65,9 +65,7 @@ class Casting:
 
 
 def cast_values(value: Any, dtype: torch.dtype) -> Any:
-    """Casts the floating-point tensors in `value`, also inside tuples, lists and dicts. Other objects, such as caches,
-    are returned unchanged.
-    """
+    """Casts the floating-point tensors in `value`, also inside tuples, lists and dicts, not in other objects."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if type(value) in (tuple, list):

@@ -267,9 +267,7 @@ class SequenceEdge(TensorEdge):
         return cut(x_full, dim, self._length()) if dim == 1 else x_full
 
     def _check_part(self, x: Tensor, region: str) -> None:
-        """Raises `PlanError` unless `x` is this rank's part of the sequence. Ranks with other numbers of tokens would
-        wait in collectives that do not match.
-        """
+        """Raises `PlanError` unless `x` is this rank's part of the sequence; ranks would wait for other sizes."""
         part = -(-self._length() // self.axis.size)
         expected = self._context.state.stack_rows * part if x.ndim == 2 else part
         given = x.shape[sequence_dim(x)]

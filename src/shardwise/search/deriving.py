@@ -83,9 +83,7 @@ def fuse_reductions(candidate: Candidate, layers: Sequence[Layer]) -> Plan:
 
 
 def _is_left(module: str, split: SplitPlan, layer: str) -> bool:
-    """Whether a region ends at `module`: its output is reduced, or it is a row-split module in a region that ends
-    inside.
-    """
+    """Whether a region ends at `module`: its output is reduced, or it is a row-split module of a region."""
     if not is_within(parent_of(module), (layer,)):
         return False
     summed = [region.fqn for region in split.regions if region.edge == "output" and is_within(module, (region.fqn,))]
@@ -255,9 +253,7 @@ class _Search:
 
     @functools.cached_property
     def _watched(self) -> tuple[list[Block], list[Layer]]:
-        """The blocks in the tiny model's graph, and the layers of a run without cuts; empty if its code fails while
-        watched.
-        """
+        """The blocks in the tiny model's graph, and the layers of a run without cuts; empty if its code fails."""
         num_parts, eager = self._trial.num_parts, _eager(self._tiny)
         try:
             products, layers = find_row_products(eager, self._trial.inputs(), num_parts=num_parts)

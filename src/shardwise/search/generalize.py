@@ -267,9 +267,7 @@ class RealSizes:
         return Verdict(passed=True) if uneven is None else Verdict(passed=False, reason=reason)
 
     def _verdict(self, decided: SplitPlan | None) -> Verdict | None:
-        """Runs the ranks that hold most and least, one after another; the unsplit model if `decided` is None. Returns
-        None if the result depends on values.
-        """
+        """Runs the ranks that hold most and least, or the unsplit model; None if the result depends on values."""
         for rank in (0, self._num_parts - 1) if decided is not None and _uneven(decided) else (0,):
             model, mesh = _copied(self.model), SimulatedMesh(LoneGroup(rank, self._num_parts))
             try:

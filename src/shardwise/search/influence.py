@@ -253,9 +253,7 @@ def is_linear_weight(model: nn.Module, name: str) -> bool:
 
 
 def _open_ended(layer: Layer, products: Sequence[RowProduct]) -> list[str]:
-    """Row products of the layer, in order of use, whose split weights reach the layer's output past all row products:
-    no region can end there.
-    """
+    """Row products, in order, whose split weights reach the layer's output past all others: no region ends there."""
     rows = {product.parameter for product in products}
     names = [n for n, value in layer.parameters.items() if value.requires_grad and value.ndim > 1 and n not in rows]
     gradients = gradients_of(weighted_sum(layer.outputs[:1]), [layer.parameters[name] for name in names])

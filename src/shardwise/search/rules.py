@@ -43,9 +43,7 @@ _NEVER = frozenset({"layer_idx", "layer_index", "head_dim", "num_key_value_group
 
 
 def find_style(graph: BlockGraph, name: str, required: RequiredIndices) -> str:
-    """The style whose placement of the parameter `name` holds what every rank needs and least besides; intervals if no
-    style does.
-    """
+    """The style whose placement of the parameter `name` holds what every rank needs and least besides; or intervals."""
     fitting = [
         (sum(split.local_sizes), style)
         for style, split in _named(graph, name, required.dim)
@@ -271,18 +269,14 @@ class _RuleBuilder:
         return [f"{owner}.{name}" for owner in owners for name in sorted(self.graph.bypassing_inputs(owner) or ())]
 
     def _slices(self, entries: Mapping[str, str]) -> Iterator[Rule]:
-        """Yields input rules for a rank's own part. Plans without them are tried too: inputs may be split where they
-        are made.
-        """
+        """Yields input rules for a rank's own part. Plans without them are tried too."""
         residual = self._residual_inputs(entries)
         for name, dim in self.graph.sliced_inputs(entries).items():
             if name not in residual:
                 yield _input(name, f"split({dim})", reason="each rank uses its own part of it")
 
     def _sizes(self, entries: Mapping[str, str]) -> Iterator[Rule]:
-        """Yields rules for modules that may read the size of split features off their hidden states, if no attribute
-        gives it.
-        """
+        """Yields rules for modules that may read the size of split features off their hidden states."""
         calls = {call.fqn: call for call in self.graph.layer.calls if entries.get(call.fqn) == "region"}
         for name in (f"{fqn}.{hidden_name(call.named)}" for fqn, call in calls.items()):
             if name in self.facts.inputs():

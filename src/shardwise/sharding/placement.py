@@ -34,9 +34,7 @@ class OnCoords:
 
 @dataclass(frozen=True)
 class Chunk:
-    """`torch.chunk` along `dim`: equal runs of ceil(size / parts), the last ones shorter or empty. Equal to DTensor's
-    `Shard` and FSDP2.
-    """
+    """`torch.chunk` along `dim`, DTensor's `Shard`: equal runs of ceil(size / parts), the last shorter or empty."""
 
     dim: int
 
@@ -149,9 +147,7 @@ def split_even(dim: int, size: int, *, parts: int) -> Split:
 
 
 def split_blocks(dim: int, num_blocks: int, *, block_size: int, parts: int) -> Split:
-    """Split by `num_blocks` whole blocks of `block_size`. The first coords hold one block more if they do not divide
-    evenly.
-    """
+    """Split by `num_blocks` whole blocks of `block_size`. The first coords may hold one more."""
     fewest, extra = divmod(num_blocks, parts)
     starts = [(coord * fewest + min(coord, extra)) * block_size for coord in range(parts + 1)]
     return Split(dim, tuple(_pieces(interval) for interval in itertools.pairwise(starts)))

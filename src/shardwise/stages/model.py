@@ -56,9 +56,7 @@ class LayerContainer:
     _stages: "Stages"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward. Raises UnsupportedError if no stage is running, because other ranks hold some of
-        its layers.
-        """
+        """The module's own forward. Raises UnsupportedError if no stage runs: other ranks hold some of its layers."""
         run = self._stages.current
         if run is None:
             raise UnsupportedError(
@@ -70,9 +68,7 @@ class LayerContainer:
 
 
 class MayHaveNoParameters:
-    """Mixin of transformers models inside of the model that may have no parameter left, from which to read device or
-    dtype.
-    """
+    """Mixin of transformers models inside of the model that may have no parameter to read device or dtype from."""
 
     @property
     def device(self) -> torch.device:
@@ -85,9 +81,7 @@ class MayHaveNoParameters:
         return _first_parameter(self).dtype  # type: ignore[arg-type]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:  # noqa: FBT001, FBT002 - as torch has it
-        """This rank's parameters. If there are none while the module's code runs, the first absent one, because foreign
-        code asks for its dtype.
-        """
+        """This rank's parameters; without any, while the module's code runs, the first absent one, for its dtype."""
         here = list(super().parameters(recurse))  # type: ignore[misc]
         running = getattr(self, "_stages", None) if not here else None
         return iter(here or ([_first_parameter(self)] if running and running.current else []))  # type: ignore[arg-type]
@@ -268,9 +262,7 @@ def _key(value: Any, lengths: list[int], name: str = "") -> Any:
 
 
 def _extrapolate(measured: Mapping[Lengths, Cuts], lengths: Lengths) -> Cuts | None:
-    """Cut tensors at other lengths than the measured ones; None if they do not determine them (see [Note: lengths that
-    grow]).
-    """
+    """Cut tensors at other lengths than the measured ones; None if unknown (see [Note: lengths that grow])."""
     if len(measured) < 2:
         return None
     (first, one), (second, other) = list(measured.items())[:2]

@@ -51,9 +51,7 @@ class ChunkedTensor:
 
 
 class ChunkedIndex(CheckpointIndex):
-    """The tensors by key of another system's checkpoint, which stores them in chunks. Reads only the chunks that a box
-    overlaps.
-    """
+    """Tensors by key of another system's checkpoint, stored in chunks. Reads only the chunks that a box overlaps."""
 
     def __init__(self, tensors: Mapping[str, ChunkedTensor], location: str) -> None:
         super().__init__({}, location, {})
@@ -161,9 +159,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def open_dcp(directory: Path) -> ChunkedIndex:
-    """Opens the model's tensors in a DCP directory: those under "model" (or "state_dict") if it holds more than a
-    model.
-    """
+    """Opens the model's tensors in a DCP directory: those under "model" (or "state_dict") if it holds more."""
     path = directory / ".metadata"
     try:
         found = _Unpickler(io.BytesIO(path.read_bytes())).load()

@@ -152,9 +152,7 @@ def _add(out: Any, product: Any, scaling: float) -> Any:
 
 @contextmanager
 def _own_stream(module: nn.Module, context: SplitContext) -> Iterator[None]:
-    """Context manager: `module` drops different elements on each tp rank. Afterwards all ranks have equal random states
-    again, however much each has drawn.
-    """
+    """Context manager: `module` drops different elements on each tp rank, which then have equal states again."""
     if context.tp.size == 1 or not (module.training and has_dropout(module)):
         yield
         return

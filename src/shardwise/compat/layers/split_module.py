@@ -189,9 +189,7 @@ def by_hand(parameter: Tensor, mesh: Mesh) -> Split | None:
 
 
 def mark_known(parameters: Iterable[Tensor], mesh: Mesh) -> None:
-    """Registers parameters that have no entry yet, so that norms count each element once. Every rank holds all of each,
-    except those split `by_hand`.
-    """
+    """Registers parameters without an entry, of which every rank holds all, except those split `by_hand`."""
     registry = Registry(mesh=mesh, plan=SplitPlan(shape=mesh.shape, parameters={}), context=SplitContext.of(mesh))
     for parameter in parameters:
         if entry_of(parameter) is None:

@@ -56,9 +56,7 @@ class RuleStyle(ParallelStyle):
         return f"RuleStyle({', '.join(self.styles)})"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Called by torch's own `parallelize_module`: keeps the module's parameters replicated and sums their
-        gradients.
-        """
+        """Called by torch's own `parallelize_module`: keeps the module's parameters replicated; sums gradients."""
         if self.styles == ("replicated_with_grad_allreduce",):
             group = device_mesh.get_group()
 

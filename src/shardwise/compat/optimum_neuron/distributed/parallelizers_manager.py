@@ -52,9 +52,7 @@ class ParallelizersManager:
 
     @classmethod
     def get_supported_model_types(cls) -> list[str]:
-        """Model types that are proved to compute the same when split, from the table of `make coverage`. Others may
-        work too: see `is_model_supported`.
-        """
+        """Model types that are proved to compute the same when split, from the table of `make coverage`."""
         table = resources.files("shardwise.compat.optimum_neuron").joinpath("architectures.json")
         return list(json.loads(table.read_text())["model_types"])
 
