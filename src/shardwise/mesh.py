@@ -36,8 +36,7 @@ class Mesh:
         shape: sizes of every axis (`MeshShape`).
         rank: this process's global rank.
         device: the device of this rank.
-        device_mesh: torch `DeviceMesh` of the axes of several ranks, outermost first, over the same groups; None if the
-            mesh has one rank.
+        device_mesh: torch `DeviceMesh` of the axes of several ranks, outermost first; None if the mesh has one rank.
         data_mesh: `DeviceMesh` of the data axes of several ranks, `ddp` before `fsdp`; None if there is none.
         tensor_mesh: `DeviceMesh` of the tp axis; None if tp has one rank.
     """

@@ -59,8 +59,7 @@ def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
             patterns of its tensors that belong to layers the model does not have. True allows all.
 
     Returns:
-        The split model on the mesh's device, in eval mode like `from_pretrained`; with an adapter, PEFT's model around
-            it.
+        The split model on the mesh's device, in eval mode like `from_pretrained`, or PEFT's model around it.
 
     Raises:
         ConfigError: the adapter fits no module of the model, or `peft` is not installed.
@@ -163,8 +162,7 @@ def parallelize(  # noqa: PLR0913 - as above
             (LoRA) in or around it are split like the modules that they adapt.
         plan: "auto" (corrections for the model family on the model's own plan), or rules on top of it: a dictionary of
             pattern to style, or a `Plan`.
-        sequence_parallel: also split the hidden states between blocks along the sequence. Communicates the same bytes,
-            saves memory.
+        sequence_parallel: also split the hidden states between blocks along the sequence. Saves memory; the same bytes.
         fsdp: how the `fsdp` and `ddp` axes shard parameters, gradients and optimizer states; see `FsdpPolicy`.
         precision: dtypes of parameters, computation and gradient reduction; see `Precision`.
         recompute: activation checkpointing; see `Recompute`.

@@ -74,8 +74,7 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
         LoadError: the checkpoint cannot be written, or the previous save failed; the same on every rank.
 
     Communicates: over all ranks, one all-gather of 40 bytes, one all-reduce of a number, and with adapters or
-    `async_save` a gather of small objects; with `async_save` also four gathers over its own process group, in the
-    background.
+    `async_save` a gather of small objects; with `async_save` four more in the background, over their own group.
     """
     keep = {"keep_last": keep_last, "keep_every": keep_every}
     writer = writer_of(registry_of(_module(model)).mesh)
@@ -272,8 +271,7 @@ def export_pretrained(
     Args:
         directory: the target. Older weights and files of the same names are replaced; no other file is touched.
         max_shard_bytes: bytes of tensors per file.
-        tokenizer: saved with the weights. Default: the tokenizer of the directory from which the model was loaded, if
-            any.
+        tokenizer: saved with the weights. Default: that of the directory from which the model was loaded.
         adapter: for a model with adapters. "only" (default): the adapters in PEFT's format, further ones in directories
             of their names. "with_base": the base, and the adapters in the subdirectory `adapter`. "merged": the model
             with its active adapters added to its weights. Files are the same for every layout.

@@ -236,8 +236,7 @@ def _full_metas(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str
     """The unsplit model's state by name, as meta tensors; modules with several names occur once.
 
     Args:
-        dtypes: dtypes by canonical name of what other stages hold; unknown ones get the dtype of this rank's first
-            tensor.
+        dtypes: dtypes by canonical name of what other stages hold; default: that of this rank's first tensor.
     """
     entries, found = named_entries(model), {}
     usual = next((value.dtype for value in model.parameters()), torch.float32)

@@ -263,8 +263,7 @@ class SaveJob:
     def run(self, group: Group | None) -> str:
         """Writes the checkpoint; returns its tag. All ranks of `group` call it.
 
-        Communicates: over `group`, three gathers of small objects, one broadcast of a path, and one gather of reports
-        to rank 0.
+        Communicates: over `group`, three gathers of small objects, one broadcast of a path, one gather of reports.
         """
         root, staged = self.request.root, None
         with ExitStack() as stack:

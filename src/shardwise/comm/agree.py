@@ -129,8 +129,7 @@ def agree(
     Args:
         fields: texts to compare, by name.
         doing: what the ranks do, for messages about a rank that is missing or failed.
-        what, fix: message and remedy if fields differ. The error also names the first differing field and its text on
-            each rank.
+        what, fix: message and remedy if fields differ. The error names the first such field and its texts.
         fault: this rank's error, or None. The error of the lowest such rank is raised on all.
         numbers: at most two integers, as many on every rank.
 

@@ -30,8 +30,7 @@ class BatchRunner:
     with it. Then gradients are means over data ranks, and the loss is this rank's.
 
     Args:
-        num_microbatches: number of microbatches of a pipeline. If its schedule does not support the number, stages run
-            one after the other.
+        num_microbatches: of a pipeline. If its schedule does not support the number, stages run one after the other.
         averages: return the mean of the data ranks' losses, also for a hand-written model.
     """
 

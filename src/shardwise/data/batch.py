@@ -181,8 +181,7 @@ def split_rows(batch: Mapping[str, Any], rows: int, count: int, runs: Runs | Non
     A tensor with several rows per row of labels is divided with them. A tensor with one row is shared.
 
     Args:
-        runs: tensors that are divided otherwise (see `divide_media`). A part none of whose rows has the tensor does not
-            get it.
+        runs: tensors that are divided otherwise (see `divide_media`). Parts without such rows do not get it.
     """
     runs = runs or {}
 

@@ -4,8 +4,7 @@
 A rank's own loss is the mean over its own rows. With unequal numbers of targets, its average over ranks differs from
 the unsplit model's loss, and ranks that log, monitor or stop by their own loss disagree. So hooks on the split model
 replace the loss in its output. The value is the mean over all targets of all data ranks' rows, the same on every rank.
-The gradient is this rank's share of that mean. A LightningModule may log it, return it or add a term to it without
-knowing about ranks.
+The gradient is this rank's share of that mean. A LightningModule may log it, return it or add a term to it.
 """
 
 import inspect
@@ -39,8 +38,7 @@ class LossHooks:
     """Hooks on one split model.
 
     Args:
-        gradients: state of its gradients. While a `TrainStep` runs, which weights its microbatches itself, the hooks do
-            nothing.
+        gradients: state of its gradients. In a `TrainStep`, which weights its microbatches, hooks do nothing.
 
     Attributes:
         num_targets: number of targets over all data ranks, of the forwards with loss and graph since the last `take`;
@@ -197,8 +195,7 @@ class SplitModels:
     moved to the device and set to rank 0's values, as in Lightning's own strategies.
 
     Args:
-        trains: whether models with trained parameters should be in training mode; `from_pretrained` and `load` leave
-            them in eval mode.
+        trains: whether trained models should be in training mode; `load` leaves them in eval mode.
 
     Attributes:
         gradients: state of the first model's gradients, and of all parameters outside of models.

@@ -123,8 +123,7 @@ class Window:
 
         Args:
             loss: loss of the next batch, divided by the number of batches.
-            num_targets: number of targets of all data ranks' rows; None if the user computes the loss, and batches
-                weigh the same.
+            num_targets: number of targets of all data ranks' rows; None: all batches weigh the same.
         """
         self._counts.append(num_targets)
         first = self._counts[0]

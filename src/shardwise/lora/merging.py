@@ -92,8 +92,7 @@ class Merger:
     def delta_of(self, fqn: str) -> WeightDelta:
         """Function that adds the adapters' contribution to the full parameter `fqn`.
 
-        Communicates: over all axes, all-gathers of the adapters' parameters; the returned function communicates
-        nothing.
+        Communicates: over all axes, all-gathers of the adapters' parameters; the returned function: nothing.
         """
         wrappers = self._wrappers.get(self._registry.tied.get(fqn, fqn), ())
         added = [self._added(*each, adapter) for each in wrappers for adapter in each[1].active_adapters]

@@ -90,8 +90,7 @@ def split_cross_entropy(
         logits: `[..., classes]`, per rank `[..., classes of this rank]` in the order of `torch.chunk`; not modified.
         target: int `[...]`, the same on every tp rank.
 
-    Communicates: over tp, one all-gather of three values per row and rank (four with label smoothing) in forward;
-    nothing in backward.
+    Communicates: over tp, one all-gather of three values per row and rank (four with label smoothing) in forward.
     """
     width = logits.shape[-1]
     targets = _Targets.read(target.reshape(-1), width, axis, num_classes, options)
@@ -181,8 +180,7 @@ class _Targets:
 
     def sums(self, values: Tensor, rows: slice) -> Tensor:
         """This rank's statistics of some rows, `[3 or 4, rows]`: maximum, target minus maximum, with smoothing the
-        weighted sum minus maximum, and the sum of exponentials relative to the maximum. Overwrites `values`, logits in
-        float32.
+        weighted sum minus maximum, and the sum of exponentials relative to the maximum. Overwrites `values` (float32).
         """
         lowest = torch.finfo(values.dtype).min  # of a rank without classes, or whose logits are all minus infinity
         has_classes = values.shape[-1] > 0

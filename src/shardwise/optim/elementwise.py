@@ -68,8 +68,7 @@ def _is_apart(entry: ParameterEntry) -> bool:
 
 
 def _try(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], like: Tensor, *, is_apart: bool) -> None:
-    """Trains two tiny tensors with the dims, dtype and device of `like` twice, the second time in halves if parameters
-    are split.
+    """Trains two tiny tensors with the dims, dtype and device of `like` twice, then in halves if parameters are split.
 
     Both runs must give the same result. An optimizer that draws random numbers fails.
     """

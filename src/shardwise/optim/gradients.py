@@ -157,8 +157,7 @@ class Gradients:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context manager: gradients of several backwards are summed once, at the end. In a pipeline every rank must
-        enter.
+        """Context manager: gradients of several backwards are summed once, at the end. In a pipeline all ranks enter.
 
         Communicates: what `complete` does.
         """

@@ -116,8 +116,7 @@ def with_fused(
 
 
 def check_finite_before_step(model: nn.Module, gradients: Gradients, optimizer: torch.optim.Optimizer) -> None:
-    """Raises, drops the gradients, or skips the step on the device, if a gradient is infinite or NaN on any rank; see
-    `Precision`.
+    """Raises, drops the gradients, or skips the step on the device, if a gradient is infinite or NaN on any rank.
 
     Called before a step of `optimizer`.
 

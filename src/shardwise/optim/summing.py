@@ -205,8 +205,7 @@ def multiply_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> 
     """Multiplies this rank's part of every gradient by `factor`.
 
     Args:
-        parameters: the sharded parameters that optimizers hold. Between forward and backward modules may hold gathered
-            ones instead.
+        parameters: the sharded parameters that optimizers hold. Modules may hold gathered ones instead.
     """
     gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     multiply(gradients, factor)

@@ -195,8 +195,7 @@ def canonical_tensor(
 
 
 def full_value(value: Tensor) -> Tensor:
-    """The full tensor, on the CPU, of a split model's parameter, its gradient or a DTensor; other tensors are returned
-    unchanged.
+    """The full tensor, on the CPU, of a split model's parameter, its gradient or a DTensor; other tensors unchanged.
 
     Communicates: like `canonical_tensor`.
     """

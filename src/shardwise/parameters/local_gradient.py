@@ -80,8 +80,7 @@ def complete_norms(shares: Tensor, registry: Registry, order: float) -> Tensor:
 
 
 def complete_stacked(shares: Tensor, registry: Registry, order: float) -> Tensor:
-    """Norms over all ranks, in a pipeline of all stages' gradients, padded with zeros: the norm of the result is the
-    same on every rank.
+    """Norms over all ranks, in a pipeline of all stages' gradients, padded with zeros: all ranks get the same norm.
 
     Args:
         shares: `[n]`, norms of the elements that this rank owns of its gradients.

@@ -99,8 +99,7 @@ def check_replicas(model: nn.Module, copies: Copies | None = None) -> None:
 
 
 def replica_mismatch_word(copies: Copies) -> int:
-    """64-bit number whose sum over all ranks is zero modulo 2**64 if copies are equal, and nonzero otherwise with near
-    certainty.
+    """64-bit number whose sum over all ranks is zero modulo 2**64 if copies are equal, and nonzero otherwise.
 
     Of n copies, the first holder adds n - 1 times its digest, and the others subtract theirs. Reads each copy once, and
     one number from the device.

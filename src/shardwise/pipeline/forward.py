@@ -215,8 +215,7 @@ class Pipelined:
 
 
 class PipelinedEncoder:
-    """Mixin: a direct call runs the whole pipeline, with a decoder input of one token, and returns the encoder's
-    output.
+    """Mixin: a direct call runs the whole pipeline, with a decoder input of one token; returns the encoder's output.
 
     Later forwards with that output skip the encoder's layers.
     """

@@ -146,8 +146,7 @@ class SecondPart:
 
 
 def check_complete(ends: Sequence[Any], inputs: Sequence[Tensor], second: SecondPart, *, stage: int) -> None:
-    """Raises if a weight on which the outputs depend is in no group of the second part. Its gradient would be lost
-    silently.
+    """Raises if a weight on which the outputs depend is in no group of the second part.
 
     Args:
         ends: the outputs' graph nodes, which the outputs release in the first part.
@@ -185,8 +184,7 @@ class Microbatch:
     """Input of all stages for one microbatch.
 
     Attributes:
-        loss_of: computes from the model's output, on the last stage, the scalar on which backward is called; None
-            without backward.
+        loss_of: computes from the model's output, on the last stage, the scalar on which backward is called; or None.
         caches: key/value caches, which each stage gets in its own form.
     """
 
@@ -439,8 +437,7 @@ class PipelineStage(Base):
         self._note(Kind.BACKWARD_WEIGHT, number, start)
 
     def _before_backward(self, *, is_split: bool) -> None:
-        """Delays FSDP2's reductions to the end of the schedule, and makes modules hold the parameters with which the
-        graph was made.
+        """Delays FSDP2's reductions to the end of the schedule, and makes modules hold the graph's parameters.
 
         Both parts of a backward look up parameters before autograd runs. ZeRO stage 3 has freed them after the forward,
         and the sharded ones are not in the graph: their gradients would be lost silently.

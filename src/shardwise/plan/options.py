@@ -32,15 +32,13 @@ class FsdpPolicy:
         zero_stage: 1, 2 or 3.
         units: patterns of the names of the modules that are units, instead of layers, embedding and head. With `()` the
             whole model is one unit. Modules that share a parameter always form one unit.
-        keep_last_block: at stage 3, keep the last block gathered between its forward and its backward, which follow
-            each other.
+        keep_last_block: at stage 3, keep the last block gathered between its forward and its backward.
         prefetch: how many units ahead parameters are gathered, in forward and backward. FSDP2's own default is 1.
         cpu_offload: keep parameters, gradients and optimizer states in host memory; each unit is copied to the device
             when it is used.
         gradient_divide_factor: divisor of gradients during reduction, against overflow of narrow dtypes. Default: the
             number of data ranks. `TrainStep` multiplies the loss by it, so results do not depend on it.
-        separate_reduce_group: reduce gradients on a separate communicator from the one that gathers parameters (torch
-            2.13).
+        separate_reduce_group: reduce gradients and gather parameters on separate communicators (torch 2.13).
         symmetric_memory: communicate through NCCL's symmetric memory (CUDA, torch 2.13).
 
     Raises:

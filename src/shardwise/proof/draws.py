@@ -57,8 +57,7 @@ class RecordRandom(TorchDispatchMode):
 
 
 def in_microbatch_order(stages: Sequence[Sequence[Sequence[Tensor]]]) -> list[Tensor]:
-    """The draws of a pipeline's stages, one stage per rank, in the unsplit model's order: one microbatch after the
-    other.
+    """The draws of a pipeline's stages, one stage per rank, in the unsplit model's order, by microbatch.
 
     Args:
         stages: the draws of each stage, by its forwards.

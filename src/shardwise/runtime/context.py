@@ -160,8 +160,7 @@ class SplitContext:
 
         Args:
             level: "layer", "full_sequence", "region" or "adapter"; each level nests inside the one before.
-            module: module that draws the numbers. Nothing happens unless it is in training mode and the model has
-                dropout.
+            module: module that draws the numbers. Does nothing unless it trains with dropout.
             replicated: name of a replicated stream to use inside a rank-local one. Use the module's name, so that
                 modules of one layer draw different masks.
         """

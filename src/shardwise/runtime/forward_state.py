@@ -152,14 +152,12 @@ class ForwardState:
     Attributes:
         lengths: true sequence length of every stack of layers, by the stack's FQN; set on entry. Ranks' parts are
             padded to equal lengths, and every region removes the padding.
-        open_stack: name of the stack whose first layer has split the sequence and whose last layer has not yet gathered
-            it.
+        open_stack: name of the stack whose first layer has split the sequence and whose last has not gathered it.
         stack_rows: batch size at the entry of the running stack.
         rows: batch size at the entry of the running region; 0 if its input is flattened to tokens.
         keep_logits_split: whether the forward computes its loss inside, so that logits stay split.
         entered: cache of region inputs (see [Note: entered once]).
-        sums: tensors that row-split linears have summed in the running region (see [Note: after the sum]); None outside
-            of regions.
+        sums: tensors that row-split linears have summed in the running region (see [Note: after the sum]); or None.
         pending_sum: partial sum that a later region of the same layer will reduce.
         loss_mode: function mode that the head has entered.
     """

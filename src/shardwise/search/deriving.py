@@ -138,8 +138,7 @@ def search_plan(subject: Subject, declared: Plan, *, sequence_parallel: bool = F
 
     Args:
         declared: known rules; the result includes them if they pass.
-        given: the user's rules that match the tiny model. Every plan is tried with them on top; the result does not
-            include them.
+        given: the user's rules that match the tiny model. Every plan is tried with them on top, not in the result.
     """
     model, tiny, trial = subject.model, subject.tiny, subject.trial
     name, num_parts = type(model).__name__, trial.num_parts

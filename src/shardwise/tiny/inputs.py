@@ -78,8 +78,7 @@ def signals_of(model: PreTrainedModel) -> tuple[str, ...]:
 def make_patches(
     model: PreTrainedModel, num_images: int, *, generator: torch.Generator, beside_tokens: bool = False
 ) -> dict[str, Tensor]:
-    """Images for a model that takes the concatenated patches of all images, with the grid of each; empty for other
-    models.
+    """Images for a model that takes the concatenated patches of all images, with the grid of each; else empty.
 
     Args:
         beside_tokens: whether a model that also takes tokens receives images.

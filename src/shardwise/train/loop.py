@@ -96,8 +96,7 @@ class TrainingComponents:
         clip: clips gradients to a norm and returns the norm before clipping.
         evaluate: returns the validation loss; None without held-out data.
         nonfinite: handling of infinite or NaN gradients. "checked": the loop checks before every update and raises.
-            "raised": the optimizer raises, so the loop does not check. "skipped": the optimizer skips the step and the
-            run continues.
+            "raised": the optimizer raises, so the loop does not check. "skipped": the optimizer skips the step.
     """
 
     step: Callable[[Mapping[str, torch.Tensor]], StepResult]

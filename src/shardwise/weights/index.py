@@ -88,8 +88,7 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
         return _Mapped(self, key, entry.shape, entry.dtype)
 
     def describe(self) -> dict[str, str]:
-        """Text per key that differs for different weights with near certainty: dtype, shape, and a checksum of some
-        bytes.
+        """Text per key that differs for different weights with near certainty: dtype, shape, checksum of some bytes.
 
         Touches one page at each of up to a thousand places.
         """

@@ -58,8 +58,7 @@ class ColumnLinear(_SplitLinear):
     Args:
         gathers: whether the output is full on every rank.
 
-    Communicates: over tp, one all-reduce of the input's gradient (see `SplitModule.enter`), and with `gathers` one
-    all-gather in forward.
+    Communicates: over tp, one all-reduce of the input's gradient ; with `gathers` one all-gather in forward.
     """
 
     split_dim = 0

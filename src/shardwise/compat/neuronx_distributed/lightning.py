@@ -26,8 +26,7 @@ class NeuronLTModule(LightningModule):
     Args:
         model_fn, model_args, model_kwargs: see `initialize_parallel_model`.
         opt_cls, opt_args, opt_kwargs: class and arguments of the optimizer; it clips as the config says.
-        scheduler_cls, scheduler_args, scheduler_kwargs: class and arguments of the learning-rate scheduler; None: no
-            scheduler.
+        scheduler_cls, scheduler_args, scheduler_kwargs: class and arguments of the scheduler; None: none.
         grad_accum_steps: batches per step with `manual_opt`; else use `Trainer(accumulate_grad_batches=...)`.
         log_rank0: no effect: rank 0 knows the loss of all ranks.
         manual_opt: whether `training_step` steps the optimizer itself, or the Trainer does.

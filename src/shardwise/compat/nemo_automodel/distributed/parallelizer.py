@@ -62,8 +62,7 @@ def adopt_device_mesh(device_mesh: DeviceMesh, *, shards: bool = True) -> Mesh:
     """Converts a `DeviceMesh` whose dims have names used by torch, NeMo Automodel or Shardwise to a mesh.
 
     Args:
-        device_mesh: mesh of the whole job. Context-parallel ranks count as data ranks: parameters are sharded over
-            both.
+        device_mesh: mesh of the whole job. Context-parallel ranks count as data ranks.
         shards: whether data ranks shard the parameters, or replicate them (`no_shard`).
 
     Raises:

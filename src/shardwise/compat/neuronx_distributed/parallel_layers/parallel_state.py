@@ -133,8 +133,7 @@ def current_mesh() -> Mesh:
 def _groups(*axes: str, as_list: bool) -> Any:
     """This rank's process group along these axes, or the global ranks of all groups.
 
-    Returns a group of one rank for an axis of size 1, because torch takes None for all ranks; None without a process
-    group.
+    Returns a group of one rank for an axis of size 1, because torch takes None for all ranks.
     """
     mesh = current_mesh()
     if as_list:

@@ -50,8 +50,7 @@ def save_checkpoint(
         num_kept_ckpts: keep this many of the newest checkpoints, including this one; None or -1 keeps all.
         async_save: write in the background; each call decides anew.
         zero1_optimizer: every data rank writes its dictionary; else only data rank 0 does.
-        num_workers, use_xser: no effect: each rank writes one tensor after the other, with one tensor in host memory at
-            a time.
+        num_workers, use_xser: no effect: each rank writes tensor after tensor.
 
     Raises:
         ConfigError: `num_kept_ckpts` is 0, or something cannot be saved.

@@ -18,8 +18,7 @@ class NxDOptimizer(torch.optim.Optimizer):
     """Wraps an optimizer; schedulers and torch treat it as one.
 
     Args:
-        optimizer: any optimizer over parameters of a split model, or of an unregistered model that is equal on tp
-            ranks.
+        optimizer: an optimizer of a split model, or of an unregistered one that is equal on tp ranks.
         mesh: mesh whose data ranks share the batch.
 
     Attributes:
