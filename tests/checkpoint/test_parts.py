@@ -13,8 +13,7 @@ from peft import LoraConfig, get_peft_model
 import shardwise
 from shardwise.checkpoint.manifest import read_manifest
 from shardwise.errors import ConfigError, LoadError
-from shardwise.parameters.registry import registry_of
-from shardwise.parameters.source import note_source
+from shardwise.parameters.registry import note_source, registry_of
 from shardwise.ranks.spawn import spawn
 from shardwise.topology.shape import MeshShape
 from tests.families import rows_of, tiny_batch, tiny_model

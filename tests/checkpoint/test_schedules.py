@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.checkpoint.states import common_state, state_for_groups
+from shardwise.checkpoint.collect import common_state, state_for_groups
 from shardwise.compat.neuronx_distributed import trainer
 from shardwise.compat.neuronx_distributed.trainer.optimizer import NxDOptimizer
 from shardwise.errors import LoadError

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import shardwise
-from shardwise.checkpoint.states import common_state
+from shardwise.checkpoint.collect import common_state
 from shardwise.comm.collectives import all_gather_objects
 from shardwise.optim.gradients import gradients_of
 from shardwise.parameters.canonical import canonical_tensors

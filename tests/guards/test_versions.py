@@ -10,7 +10,7 @@ from collections import defaultdict
 import pytest
 
 from shardwise import versions
-from shardwise.private_names import PRIVATE_NAMES, has_private_name
+from shardwise.versions import PRIVATE_NAMES, has_private_name
 from tests.guards.sources import ROOT, SOURCES, name_of, parse
 
 pytestmark = pytest.mark.single
@@ -96,15 +96,13 @@ def test_every_private_name_of_torch_is_in_the_table():
         for name, files in foreign_attributes().items()
         if name not in last and name not in OF_OTHERS
     ]
-    assert not missing, (
-        "name them in PRIVATE_NAMES of src/shardwise/private_names.py, with the versions you read them in"
-    )
+    assert not missing, "name them in PRIVATE_NAMES of src/shardwise/versions.py, with the versions you read them in"
 
 
 def test_every_private_name_of_the_table_is_used():
-    text = "\n".join(path.read_text() for path in SOURCES if path.name != "private_names.py")
+    text = "\n".join(path.read_text() for path in SOURCES if path.name != "versions.py")
     unused = [name for name in PRIVATE_NAMES if not re.search(rf"\b{re.split(r'[.:]', name)[-1]}\b", text)]
-    assert not unused, "take them out of src/shardwise/private_names.py"
+    assert not unused, "take them out of src/shardwise/versions.py"
 
 
 @pytest.mark.parametrize("name", PRIVATE_NAMES)

@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 
 import shardwise
 from shardwise.cli.main import main
-from shardwise.parameters.registry import registry_of
-from shardwise.parameters.source import note_source
+from shardwise.parameters.registry import note_source, registry_of
 from shardwise.weights.foreign import open_weights
 from tests.families import tiny_batch, tiny_model
 

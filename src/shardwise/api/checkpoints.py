@@ -17,8 +17,14 @@ from shardwise.checkpoint.store import check_tag, root_of
 from shardwise.checkpoint.writer import SaveRequest, prepare_save
 from shardwise.comm.agree import check_calls, raise_on_all_ranks
 from shardwise.errors import ConfigError, did_you_mean
-from shardwise.lora.files import adapter_companions, adapter_config_text, adapter_state, write_adapter_files
-from shardwise.lora.merging import Merger, base_tensors
+from shardwise.lora.files import (
+    Merger,
+    adapter_companions,
+    adapter_config_text,
+    adapter_state,
+    base_tensors,
+    write_adapter_files,
+)
 from shardwise.optim.gradients import gradients_of
 from shardwise.optim.optimizer import model_under
 from shardwise.optim.steps import check_steps

@@ -38,8 +38,7 @@ from shardwise.parallel.loading import (
     load_weights,
     record_missing,
 )
-from shardwise.parameters.registry import Registry, Source, find_parameters
-from shardwise.parameters.source import note_source
+from shardwise.parameters.registry import Registry, Source, find_parameters, note_source
 from shardwise.plan.options import ParallelSpec
 from shardwise.runtime.adapter_facts import find_model, has_adapters, names_in_base
 from shardwise.weights.conversion import Resolution

@@ -9,15 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.collect import LocalShard, is_unsharded, local_shards, model_key, named_groups, state_key
+from shardwise.checkpoint.collect import (
+    LocalShard,
+    is_unsharded,
+    local_shards,
+    model_key,
+    named_groups,
+    restore_random,
+    state_for_groups,
+    state_key,
+)
 from shardwise.checkpoint.manifest import StoredParts, decode_tree, open_checkpoint
-from shardwise.checkpoint.states import restore_random, state_for_groups
 from shardwise.checkpoint.store import find_tag, root_of
 from shardwise.comm.agree import agree_on, check_calls, gather_from_all, raise_on_all_ranks
 from shardwise.errors import LoadError
 from shardwise.mesh import Mesh
-from shardwise.parameters.registry import Registry, local_part, registry_of, reshard
-from shardwise.parameters.source import unchanged_names
+from shardwise.parameters.registry import Registry, local_part, registry_of, reshard, unchanged_names
 from shardwise.sharding.boxes import full_box
 from shardwise.sharding.layout import Copy, Piece
 

@@ -38,9 +38,8 @@ from shardwise.comm.agree import agree_on, all_reduce_int, raise_on_all_ranks
 from shardwise.comm.collectives import Group, all_gather_objects, broadcast_object, gather_objects
 from shardwise.errors import ConfigError, LoadError, ShardwiseError
 from shardwise.mesh import Mesh
-from shardwise.parameters.registry import Registry, local_part, registry_of, reshard
+from shardwise.parameters.registry import Registry, local_part, registry_of, reshard, unchanged_names
 from shardwise.parameters.replicas import check_replicas, replica_mismatch_word
-from shardwise.parameters.source import unchanged_names
 from shardwise.runtime.adapter_facts import has_adapters
 from shardwise.sharding.boxes import Box, full_box
 from shardwise.sharding.division import Division, assign_writers

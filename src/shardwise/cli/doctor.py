@@ -11,8 +11,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from shardwise.private_names import PRIVATE_NAMES, has_private_name
-from shardwise.versions import SUPPORTED, installed, release_of
+from shardwise.versions import PRIVATE_NAMES, SUPPORTED, has_private_name, installed, release_of
 
 HELP = """\
 Check this machine: versions (installed, oldest supported, newest tested), the private names of torch that Shardwise

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from torch import nn
 
 from shardwise.errors import PlanError, did_you_mean
-from shardwise.plan.families import CORRECTIONS
 from shardwise.plan.rule import ParameterRule
-from shardwise.plan.spec import Plan
+from shardwise.plan.spec import CORRECTIONS, Plan
 from shardwise.plan.structure import ModelFacts
 
 AUTOMATIC = ("auto", "declared", "derived")

@@ -14,7 +14,7 @@ import copy
 import enum
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -195,7 +195,7 @@ class Registry:
         reads_names: whether only the names of the model's state are being read, so that parts are allowed.
         uses: parameters that backward has used, of the FSDP2 units that ranks may use differently.
         idle_stages: pp coords without trained parameters, found by the last gradient phase.
-        source: source of the weights; see `shardwise.parameters.source`.
+        source: source of the weights; see `shardwise.parameters.registry`.
     """
 
     mesh: Mesh
@@ -447,3 +447,33 @@ def forget_unreduced(model: nn.Module) -> None:
     """Drops gradients that FSDP2 keeps for a later backward to reduce. They are in no `.grad`."""
     for root in (model, *registry_of(model).stage_roots.values()):
         drop_unreduced(root)
+
+
+def note_source(model: nn.Module, registry: Registry, *, digest: str = "", drawn: Collection[str] = ()) -> None:
+    """Records that the parameters of a split model have the values of their source.
+
+    Args:
+        drawn: names of parameters that have random values instead.
+    """
+    states = {
+        entry.fqn: _state(parameter)
+        for _, parameter, entry in find_parameters(model)
+        if entry is not None and not parameter.is_meta and entry.fqn not in drawn
+    }
+    registry.source = Source(str(getattr(model, "name_or_path", "") or ""), digest, states)
+
+
+def unchanged_names(model: nn.Module, registry: Registry) -> set[str]:
+    """Names of this rank's parameters that were not written to since they had the values of their source."""
+    source = registry.source
+    has_source = bool(source.name or source.digest)
+    return {
+        entry.fqn
+        for _, parameter, entry in (find_parameters(model) if has_source else ())
+        if entry is not None and source.states.get(entry.fqn) == _state(parameter)
+    }
+
+
+def _state(parameter: Tensor) -> tuple[int, ...]:
+    local = local_part(parameter)
+    return local.data_ptr(), local._version, parameter._version
