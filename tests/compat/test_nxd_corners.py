@@ -175,12 +175,11 @@ def test_wrappers_are_seen_through(on_ranks, layout, tmp_path):
 
 
 def own_file_alone(mesh, directory):
-    parallel_state.initialize_model_parallel(1)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    parallel_layers.move_model_to_device(model, "cpu")
+    model = nxd.initialize_parallel_model(nxd.neuronx_distributed_config(2), tiny_model, "llama")
     new = lambda: NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)  # noqa: E731
     optimizer = new()
-    model(torch.ones(2, 4)).sum().backward()
+    ids = torch.ones(2, 4, dtype=torch.long)
+    model.run_train(input_ids=ids, labels=ids)
     optimizer.step()
     optimizer.save_sharded_state_dict(directory)
     with mock.patch.object(zero_redundancy, "read_tree", side_effect=zero_redundancy.read_tree) as read:

@@ -85,7 +85,7 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
     keep = {"keep_last": keep_last, "keep_every": keep_every}
     writer = writer_of(registry_of(_module(model)).mesh)
     writer.join()
-    (gradients := check_steps(model)).parameters()  # what came into the model later has an entry from here on
+    (gradients := check_steps(model)).adopt_added()  # what came into the model later has an entry from here on
     job = prepare_save(
         lambda: _request(path, tag, extra, keep, async_save=async_save),
         model=model,
@@ -206,7 +206,7 @@ def restore(stored: StoredParts, target: LoadTarget) -> Any:
     model, put = target.model, lambda name, value: None
     if model is not None:
         registry = registry_of(model)
-        gradients_of(model).parameters()
+        gradients_of(model).adopt_added()
         put = functools.partial(put_tensor, registry.model() or model, registry)
     with stored:
         extra = load_into(stored, target, put=put)

@@ -50,18 +50,19 @@ def common_state(state: Any) -> Any:
     return found
 
 
-def state_for_groups(state: Any, groups: Sequence[Mapping[str, Any]], *, is_inner: bool = False) -> Any:
+def state_for_groups(state: Any, groups: Sequence[Mapping[str, Any]], *, keeps_last: bool = False) -> Any:
     """Converts `state` to the state of a scheduler whose optimizer has these `groups`.
 
     Args:
-        is_inner: whether another scheduler drives this one: its lists may be of an earlier step.
+        keeps_last: whether `_last_lr` stays, because another scheduler drives this one, or the groups' rates are not
+            those that were saved.
     """
     if not isinstance(state, Mapping):
         return state
     found = dict(state)
     for name in found.keys() & _OPTIONS.keys():
         values = [group.get(_OPTIONS[name]) for group in groups]
-        if None not in values and not (is_inner and len(found[name]) == len(groups)):
+        if None not in values and not (keeps_last and name == "_last_lr" and len(found[name]) == len(groups)):
             found[name] = [value.clone() if isinstance(value, Tensor) else value for value in values]
     for name in found.keys() & {*_EQUAL}:
         if len(found[name]) != len(groups):
@@ -73,7 +74,7 @@ def state_for_groups(state: Any, groups: Sequence[Mapping[str, Any]], *, is_inne
                 )
             found[name] = found[name][:1] * len(groups)
     if _INNER in found:
-        found[_INNER] = [state_for_groups(each, groups, is_inner=True) for each in found[_INNER]]
+        found[_INNER] = [state_for_groups(each, groups, keeps_last=True) for each in found[_INNER]]
     return found
 
 

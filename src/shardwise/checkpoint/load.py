@@ -27,6 +27,7 @@ from shardwise.mesh import Mesh
 from shardwise.parameters.registry import Registry, local_part, registry_of, reshard, unchanged_names
 from shardwise.sharding.boxes import full_box
 from shardwise.sharding.layout import Copy, Piece
+from shardwise.topology.shape import MeshShape
 
 logger = logging.getLogger("shardwise.checkpoint")
 
@@ -277,8 +278,11 @@ def _read_schedule(stored: StoredParts, scheduler: Any, shards: Mapping[str, Loc
         raise LoadError(f"the checkpoint has no state of a {name}: {what}", at=str(stored.directory))
     state = decode_tree(values.get("scheduler"), stored.read_all("scheduler"))
     optimizer = getattr(scheduler, "optimizer", None)
-    if optimizer is None or stored.index.optimizer is None or not shards:
+    if optimizer is None:
         return state
+    if stored.index.optimizer is None or not shards:  # rank 0's lists are of the groups of its stage
+        has_stages = MeshShape.parse(stored.manifest.layout).pp_size > 1
+        return state_for_groups(state, optimizer.param_groups, keeps_last=True) if has_stages else state
     groups = named_groups(optimizer, shards)
     return state_for_groups(state, [{**group, **saved_options(stored, members)} for group, members in groups])
 

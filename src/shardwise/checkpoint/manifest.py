@@ -63,7 +63,9 @@ def encode_tree(value: Any, at: str, tensors: dict[str, Tensor]) -> Any:
         return {_TAG: kind, "is": pairs}
     if isinstance(value, list | tuple | set | frozenset):
         items = [encode_tree(each, f"{at}.{number}", tensors) for number, each in enumerate(value)]
-        return items if isinstance(value, list) else {_TAG: "tuple" if isinstance(value, tuple) else "set", "is": items}
+        if isinstance(value, set | frozenset):  # each process has an order of its own
+            return {_TAG: "set", "is": sorted(items, key=json.dumps)}
+        return items if isinstance(value, list) else {_TAG: "tuple", "is": items}
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a number of numpy's
         return encode_tree(value.item(), at, tensors)
     raise ConfigError(

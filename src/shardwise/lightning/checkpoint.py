@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.strategies import ParallelStrategy
 
 from shardwise.api.checkpoints import load_checkpoint, save_checkpoint
+from shardwise.checkpoint.collect import state_for_groups
 from shardwise.checkpoint.manifest import MANIFEST
 from shardwise.comm.collectives import broadcast_object
 from shardwise.errors import LoadError, UnsupportedError, counted
@@ -112,6 +113,9 @@ class SavesParts(ParallelStrategy):
         optimizer = _only(self.optimizers) if self.optimizers and extra.pop("trains") else None
         strict = self.lightning_module.strict_loading
         load_checkpoint(place.parent, place.name, model=self.lightning_module, optimizer=optimizer, strict=strict)
+        if optimizer is not None:  # rank 0's lists are of the groups of its stage
+            schedules = extra.get("lr_schedulers", [])
+            extra["lr_schedulers"] = [state_for_groups(each, optimizer.param_groups) for each in schedules]
         return {**extra, "state_dict": {}}
 
     def remove_checkpoint(self, filepath: Any) -> None:

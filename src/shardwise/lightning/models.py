@@ -230,7 +230,7 @@ class SplitModels:
                 model.train()
         self._move_others(module, mesh)
         self.gradients: Gradients = gradients_of(module)
-        self.gradients.parameters()  # says now which of them cannot be trained
+        self.gradients.adopt_added()  # says now which of them cannot be trained
         self._hooks = [LossHooks(root, registry_of(root), gradients_of(root)) for root in self._roots]
 
     def _move_others(self, module: nn.Module, mesh: Mesh) -> None:

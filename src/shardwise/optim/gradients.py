@@ -266,18 +266,16 @@ class Gradients:
     def _is_pipeline(self) -> bool:
         return self.registry.plan.pipeline is not None
 
-    def parameters(self) -> list[tuple[str, nn.Parameter, ParameterEntry | None]]:
-        """Parameters of `find_parameters`, after trained parameters that were added later are registered."""
-        parameters = list(find_parameters(self.model))
-        if any(entry is None and parameter.requires_grad for _, parameter, entry in parameters):
+    def adopt_added(self) -> None:
+        """Registers trained parameters that were added later."""
+        if any(entry is None and parameter.requires_grad for _, parameter, entry in find_parameters(self.model)):
             adopt_parameters(self.model)
-            parameters = list(find_parameters(self.model))
-        return parameters
 
     def _find_summed(self) -> list[tuple[nn.Parameter, ParameterEntry]]:
         """The parameters, as stored between steps, whose gradients are summed. Adds a hook to each."""
         summed = []
-        for _, parameter, entry in self.parameters():
+        self.adopt_added()
+        for _, parameter, entry in find_parameters(self.model):
             if entry is None or not entry.needs_sum:
                 continue
             is_gathered = entry.data is DataHandling.FSDP and not isinstance(parameter, DTensor)

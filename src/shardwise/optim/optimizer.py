@@ -13,9 +13,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.optim.elementwise import assume_elementwise, check_optimizer
-from shardwise.optim.gradients import gradients_of
+from shardwise.optim.gradients import Gradients, gradients_of
 from shardwise.optim.steps import check_finite_before_step, inner_of, stepping_class, with_fused
-from shardwise.parameters.registry import canonical_entries, entry_of, registry_of, reshard
+from shardwise.parameters.registry import canonical_entries, entry_of, find_parameters, registry_of, reshard
 from shardwise.plan.options import check_kind
 from shardwise.plan.spec import match
 from shardwise.runtime.fsdp_internals import gathered_parameters
@@ -66,9 +66,8 @@ def build_optimizer(
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise TypeError(f"optimizer_class must be a torch.optim.Optimizer class, got {optimizer_class!r}")
     reshard(model)
-    trained: dict[str, Tensor] = {
-        name: each for name, each, _ in gradients_of(model).parameters() if each.requires_grad
-    }
+    gradients_of(model).adopt_added()
+    trained: dict[str, Tensor] = {name: each for name, each, _ in find_parameters(model) if each.requires_grad}
     _check_kept_wide(trained.values())
     others = {name: entry.layout.shape for name, entry in canonical_entries(model).items() if not entry.is_held}
     options = with_fused(optimizer_class, options, list(trained.values()))
@@ -115,10 +114,15 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
 def _known_models(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[nn.Module] | None:
     """Cached result of `_look_at` for the same parameters; None if they have changed, or a model is gone."""
     known = optimizer.__dict__.get(KNOWN)
-    if known is None or known[0] != list(map(id, parameters)):
+    if known is None or known[0] != _marks(parameters):
         return None
     models = [model() for model in known[1]]
     return None if None in models else models
+
+
+def _marks(parameters: Sequence[Tensor]) -> list[tuple[int, bool]]:
+    """What the checks of an optimizer's parameters depend on."""
+    return [(id(each), each.requires_grad) for each in parameters]
 
 
 def _look_at(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[nn.Module]:
@@ -144,7 +148,7 @@ def _look_at(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> 
     _check_known(parameters, models)
     _check_at_rest(parameters, models)
     if len(known) == len(parameters):
-        optimizer.__dict__[KNOWN] = list(map(id, parameters)), list(map(weakref.ref, models))
+        optimizer.__dict__[KNOWN] = _marks(parameters), list(map(weakref.ref, models))
     return models
 
 
@@ -175,8 +179,27 @@ def _refuse_state(optimizer: torch.optim.Optimizer) -> NoReturn:
 def _finish(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
     for model in models if _WITHIN not in optimizer.__dict__ else ():
         gradients = gradients_of(model)
+        _note_written(optimizer, gradients)
         check_finite_before_step(model, gradients, optimizer)
         gradients.registry.context.steps.add(_describe(optimizer))
+
+
+def _note_written(optimizer: torch.optim.Optimizer, gradients: Gradients) -> None:
+    """Records that the parameters no longer have the values of their source; fused steps do not count as writes in
+    torch. Raises if a backward still runs, whose gradients ranks sum at its end.
+    """
+    states = gradients.registry.source.states
+    is_early = gradients.is_partial and torch._C._current_graph_task_id() != -1
+    for group in optimizer.param_groups if states or is_early else ():
+        for entry in (entry_of(each) for each in group["params"] if each.grad is not None):
+            if entry is not None and is_early and entry.needs_sum:
+                raise UnsupportedError(
+                    f"a step of {type(optimizer).__name__} inside of backward, for {entry.fqn}",
+                    why="ranks sum the gradient when backward has ended",
+                    fix="step after backward",
+                )
+            if entry is not None:
+                states.pop(entry.fqn, None)
 
 
 def _describe(optimizer: torch.optim.Optimizer) -> str:
@@ -253,10 +276,13 @@ def groups_of(parameters: Any) -> list[dict[str, Any]]:
 
 
 def model_under(optimizer: torch.optim.Optimizer) -> nn.Module | None:
-    """The split model whose parameters an optimizer updates; None if there is none."""
+    """The split model whose parameters an optimizer updates; None if there is none. One that `build_optimizer` made
+    knows its model also on a stage that trains nothing.
+    """
     parameters = (each for group in optimizer.param_groups for each in group["params"])
     entry = next((entry for each in parameters if (entry := entry_of(each)) is not None), None)
-    return None if entry is None else entry.registry.model()
+    built_for: Callable[[], nn.Module | None] = optimizer.__dict__.get(_MODEL, lambda: None)
+    return built_for() if entry is None else entry.registry.model()
 
 
 def divided_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:

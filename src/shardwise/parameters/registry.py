@@ -169,12 +169,13 @@ class Source:
     Attributes:
         name: the directory or hub id, as transformers keeps it (`name_or_path`); "" if unknown.
         digest: digest of the files that Shardwise has read; "" if it has read none.
-        states: for every parameter by name, a value that changes when the parameter is written to.
+        states: for every parameter by name, a value that changes when the parameter is written to. Optimizers' steps
+            remove the names of what they update.
     """
 
     name: str = ""
     digest: str = ""
-    states: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    states: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)

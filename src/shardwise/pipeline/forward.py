@@ -312,6 +312,14 @@ class _Forward:
                 why="backward has run on other ranks before the loss is known here",
                 fix="call run_train, which runs forward and backward",
             )
+        kind = self.registry.mesh.device.type
+        if self.learns and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
+            raise UnsupportedError(
+                f"a training forward of a {type(self.model).__name__} in stages under float16 autocast",
+                why="backward has run before a GradScaler scales the loss, and small gradients have become zero",
+                fix='split it with precision=shardwise.Precision(compute="float16"), which scales the loss itself, or '
+                "autocast to bfloat16",
+            )
         check_asked_outputs(self.model, self.arguments, self.runner.asked_outputs)
         given = self.arguments.items() if self.learns else ()
         nested = (

@@ -134,7 +134,7 @@ class TrainStep:
         check_model_divides(model, self._num_parts)
         self._batch_norms = batch_norms(model) if self._num_parts > 1 else []
         self._gradients = gradients_of(model)
-        self._gradients.parameters()  # says now which of them cannot be trained
+        self._gradients.adopt_added()  # says now which of them cannot be trained
         self.model = model
         self.mesh = mesh
         self.num_microbatches = num_microbatches

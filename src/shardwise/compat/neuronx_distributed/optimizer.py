@@ -22,7 +22,7 @@ from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import 
 from shardwise.compat.neuronx_distributed.trainer.optimizer import NxDOptimizer
 from shardwise.compat.warned import warn_idle
 from shardwise.mesh import Mesh
-from shardwise.optim.optimizer import check_class, divided_groups
+from shardwise.optim.optimizer import check_class, divided_groups, local_state_of
 from shardwise.optim.steps import inner_of
 from shardwise.plan.options import check_count
 from shardwise.topology.shape import DATA_AXES
@@ -77,7 +77,7 @@ class NeuronZero1Optimizer(NxDOptimizer):
 
     def state_dict(self) -> Any:
         """The states of this rank."""
-        return self.base_optimizer.state_dict()
+        return local_state_of(self.base_optimizer)
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Loads the result of `state_dict` on this rank."""

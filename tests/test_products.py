@@ -1,0 +1,194 @@
+"""Products of features that a reader found wrong: what is trained, stepped, saved or resumed in them."""
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
+
+import shardwise
+from shardwise.checkpoint.manifest import encode_tree
+from shardwise.errors import UnsupportedError
+from tests.families import rows_of, tiny_batch, tiny_model
+from tests.lightning.modules import Automatic, loader, trainer
+
+pytestmark = pytest.mark.spawn
+GROUPS = [{"params": "**.embed_tokens.*", "lr": 1e-5}, {"params": ["lm_head.*", "**.lm_head.*"], "lr": 1e-4}]
+"""At pp2 both stages have two groups, but not the same ones."""
+
+
+def split(mesh, *frozen, **options):
+    model = tiny_model("llama", num_hidden_layers=2, tie_word_embeddings=False).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in frozen))
+    return shardwise.parallelize(model, mesh, **options)
+
+
+def step(model, mesh, optimizer):
+    shardwise.TrainStep(model, mesh, num_microbatches=mesh.size("pp"))(rows_of(tiny_batch(model, rows=4), mesh))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def refreeze(mesh, path):
+    def build():
+        return shardwise.load(path / "base", mesh, adapter=LoraConfig(r=2, target_modules=["q_proj"])).train()
+
+    model = build()
+    base = [each for name, each in model.named_parameters() if "embed_tokens" in name or "norm" in name]
+    for trains in (True, False):
+        for parameter in base:
+            parameter.requires_grad_(trains)
+        optimizer = shardwise.build_optimizer(model, torch.optim.AdamW, lr=0.1)  # fused: torch counts no write
+        if trains:
+            step(model, mesh, optimizer)
+    shardwise.save_checkpoint(path / "saved", model=model, optimizer=optimizer)
+    wanted, model = shardwise.full_state_dict(model), build()
+    shardwise.load_checkpoint(path / "saved", model=model)
+    return [name for name, value in shardwise.full_state_dict(model).items() if not torch.equal(value, wanted[name])]
+
+
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2", "pp2"])
+def test_a_base_that_a_fused_optimizer_trained_is_saved_after_it_was_frozen(on_ranks, layout, tmp_path):
+    tiny_model("llama", num_hidden_layers=2).save_pretrained(tmp_path / "base")
+    assert on_ranks(refreeze, path=tmp_path) == [[], []]
+
+
+def rates(mesh, path, *, with_optimizer):
+    found = []
+    for has_saved in (False, True):
+        model = split(mesh)
+        optimizer = shardwise.build_optimizer(model, torch.optim.AdamW, lr=1e-3, groups=GROUPS)
+        parts = [LinearLR(optimizer, 0.5, total_iters=4), CosineAnnealingLR(optimizer, 8)]
+        schedule = (
+            SequentialLR(optimizer, parts, milestones=[4]) if with_optimizer else LambdaLR(optimizer, lambda n: n)
+        )
+        kept = {"model": model, "scheduler": schedule, **({"optimizer": optimizer} if with_optimizer else {})}
+        if has_saved:
+            shardwise.load_checkpoint(path, **kept)
+        for number in range(2 if has_saved else 0, 6):
+            step(model, mesh, optimizer)
+            schedule.step()
+            if number == 1:
+                shardwise.save_checkpoint(path, **kept)
+        found.append([group["lr"] for group in optimizer.param_groups])
+    return found
+
+
+@pytest.mark.parametrize("with_optimizer", [True, False])
+@pytest.mark.parametrize("layout", ["pp2"])
+def test_every_stage_resumes_with_the_rates_of_its_own_groups(on_ranks, layout, with_optimizer, tmp_path):
+    for through, resumed in on_ranks(rates, path=tmp_path, with_optimizer=with_optimizer):
+        assert resumed == pytest.approx(through)
+
+
+class Grouped(Automatic):
+    def configure_optimizers(self):
+        optimizer = shardwise.build_optimizer(self.model, torch.optim.AdamW, lr=1e-3, groups=GROUPS)
+        return [optimizer], [{"scheduler": LambdaLR(optimizer, lambda n: 1 / (1 + n)), "interval": "step"}]
+
+    def on_train_end(self):
+        self.rates = [group["lr"] for group in self.optimizers().param_groups]
+
+
+def lightning_rates(mesh, path):
+    found = []
+    for steps, start in ((2, None), (4, path / "saved"), (4, None)):
+        module = Grouped()
+        module.model = tiny_model("llama", num_hidden_layers=2, tie_word_embeddings=False)
+        run = trainer("pp2", max_steps=steps)
+        run.fit(module, loader(mesh.data_size), ckpt_path=start)
+        if steps == 2:
+            run.save_checkpoint(path / "saved")
+        found.append(module.rates)
+    return found[1:]
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.parametrize("layout", ["pp2"])
+def test_lightning_resumes_every_stage_with_the_rates_of_its_own_groups(on_ranks, layout, tmp_path):
+    for resumed, through in on_ranks(lightning_rates, path=tmp_path):
+        assert resumed == pytest.approx(through)
+
+
+def under_autocast(model, batch):
+    with torch.autocast("cpu", torch.float16):
+        model(**batch)  # backward would run before a GradScaler scales the loss
+
+
+def stepping_in_backward(model, batch):
+    for parameter in model.parameters():
+        own = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
+    model(**batch).loss.backward()  # at its end ranks sum gradients
+
+
+def unfreezing(model, batch):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        model(**batch).loss.backward()
+        optimizer.step()
+        model.requires_grad_(True)  # what was frozen is stored in bfloat16
+
+
+def refused(mesh, attempt):
+    narrow = shardwise.Precision(compute="bfloat16") if attempt is unfreezing else None
+    model = split(
+        mesh, *["layers.1."] * (attempt is unfreezing), precision=narrow, sequence_parallel=mesh.size("tp") > 1
+    )
+    with pytest.raises(UnsupportedError) as caught:
+        attempt(model, rows_of(tiny_batch(model, rows=4), mesh))
+    return caught.value.summary
+
+
+@pytest.mark.parametrize(
+    ("layout", "attempt", "says"),
+    [
+        ("pp2", under_autocast, "under float16 autocast"),
+        ("tp2", stepping_in_backward, "inside of backward"),
+        ("fsdp2", unfreezing, "was frozen when the model was split"),
+    ],
+)
+def test_steps_that_would_be_wrong_are_errors(on_ranks, layout, attempt, says):
+    assert all(says in summary for summary in on_ranks(refused, attempt=attempt))
+
+
+def options(mesh):
+    model = tiny_model("llama", num_hidden_layers=2, num_key_value_heads=1, tie_word_embeddings=True).train()
+    model.model.layers[0].requires_grad_(False)
+    optimizer = shardwise.build_optimizer(shardwise.parallelize(model, mesh), torch.optim.AdamW, lr=1e-2)
+    return optimizer.param_groups[0].get("fused")
+
+
+@pytest.mark.parametrize("layout", ["pp2.tp2"])
+def test_stages_that_hold_copies_round_alike(on_ranks, layout):
+    assert len(set(on_ranks(options))) == 1
+
+
+def idle(mesh, path):
+    model = split(mesh, "layers.0.", "embed")
+    optimizer = shardwise.build_optimizer(model, torch.optim.AdamW, lr=1e-3)
+    step(model, mesh, optimizer)
+    shardwise.save_checkpoint(path, model=model, optimizer=optimizer)
+    shardwise.load_checkpoint(path, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("layout", ["pp2"])
+def test_an_optimizer_alone_is_loaded_where_a_stage_trains_nothing(on_ranks, layout, tmp_path):
+    assert on_ranks(idle, path=tmp_path) == [None, None]
+
+
+@pytest.mark.single
+def test_an_optimizer_of_the_inner_model_leaves_the_outer_modules_parameters_alone():
+    with shardwise.Mesh.open("tp1", device="cpu") as mesh:
+        outer = nn.ModuleDict({"model": split(mesh), "head": nn.Linear(64, 1)})
+        shardwise.clip_grad_norm_(outer, 1.0)
+        optimizer = shardwise.build_optimizer(outer["model"], torch.optim.SGD, lr=0.1, groups=[{"params": "lm_head.*"}])
+        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        assert held == {id(each) for each in outer["model"].parameters()}
+
+
+@pytest.mark.single
+def test_sets_are_saved_in_one_order():
+    words = {f"word {number}" for number in range(50)}
+    assert encode_tree(words, "extra", {})["is"] == sorted(words)
