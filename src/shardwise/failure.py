@@ -11,8 +11,7 @@ from pathlib import Path
 
 from shardwise.errors import ShardwiseError
 
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Environment variable with the file from which torchrun and our launcher read the error of a rank."""
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # from which torchrun and our launcher read a rank's error
 
 
 @dataclass(frozen=True, kw_only=True)

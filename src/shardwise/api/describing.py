@@ -255,8 +255,7 @@ def _run_step(model: nn.Module, batch: Mapping[str, Any]) -> RehearsedStep:
 
 
 _FEW_TOKENS = (1, 16)
-MOST_TOKENS = 2**26
-"""Of a microbatch: its loss is rehearsed some rows at a time."""
+MOST_TOKENS = 2**26  # of a microbatch: its loss is rehearsed some rows at a time
 
 
 def describe(

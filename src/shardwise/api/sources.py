@@ -48,8 +48,7 @@ from shardwise.weights.locate import HUB_OPTIONS
 
 Place = str | os.PathLike[str]
 
-SOURCE = "_shardwise_source"
-"""The attribute of a lazily loaded model that keeps its `WeightSource`."""
+SOURCE = "_shardwise_source"  # the attribute of a lazily loaded model that keeps its `WeightSource`
 
 SAME_FILES: dict[str, Any] = {
     "what": "the ranks load different models",

@@ -31,10 +31,8 @@ from shardwise.sharding.layout import Layout
 from shardwise.sharding.placement import OnCoords, Replicate
 from shardwise.weights.write import DTYPES, crc_of
 
-_OPTIONS = {"base_lrs": "initial_lr", "_last_lr": "lr"}
-"""Lists of torch's schedulers, and the option of a group that each repeats."""
-_EQUAL = ("min_lrs", "lr_lambdas")
-"""Lists that no option repeats: they fit other groups where all entries are equal."""
+_OPTIONS = {"base_lrs": "initial_lr", "_last_lr": "lr"}  # lists of schedulers, and the group's option that each repeats
+_EQUAL = ("min_lrs", "lr_lambdas")  # lists that no option repeats: they fit other groups where all entries are equal
 _INNER = "_schedulers"
 
 

@@ -287,8 +287,7 @@ def _read_schedule(stored: StoredParts, scheduler: Any, shards: Mapping[str, Loc
     return state_for_groups(state, [{**group, **saved_options(stored, members)} for group, members in groups])
 
 
-_HOW = ("foreach", "fused", "capturable", "differentiable")
-"""Options that say how an optimizer computes, not what: those it has stay."""
+_HOW = ("foreach", "fused", "capturable", "differentiable")  # how an optimizer computes, not what: those stay
 
 
 @dataclass(frozen=True)

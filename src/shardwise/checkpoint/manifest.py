@@ -99,8 +99,7 @@ VERSION = 1
 MANIFEST = "manifest.json"
 INDEX = "tensors.json"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
-_TENSORS = b',"tensors":{\n'
-"""Where the tensors begin in the index: one on each line, so that a reader parses those it needs."""
+_TENSORS = b',"tensors":{\n'  # begin of the tensors in the index, one on each line
 _PARTS = b',"parts":'
 _ANOTHER = "load an older tag, or copy the file again"
 

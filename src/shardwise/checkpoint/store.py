@@ -21,8 +21,7 @@ LATEST = "latest"
 _LOCK = ".lock"
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,99}")
 _NO_TAGS = (LATEST, "lost+found")  # a volume's own directory, which only root may look into
-_LOCKS: dict[Path, int] = {}
-"""Files locked by this process, until it ends: a job that saves goes on to save."""
+_LOCKS: dict[Path, int] = {}  # files locked by this process, until it ends: a job that saves goes on to save
 
 
 def root_of(path: Any) -> Path:

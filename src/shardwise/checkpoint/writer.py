@@ -50,8 +50,7 @@ from shardwise.weights.write import TensorFileWriter
 
 logger = logging.getLogger("shardwise.checkpoint")
 
-_SAVING = threading.Lock()
-"""Held while this process makes a checkpoint: several of its meshes may save to one directory."""
+_SAVING = threading.Lock()  # held while this process makes a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,7 @@ OPTIONAL = {"datasets": "data.dataset", "tensorboard": "log.tensorboard", "peft"
 SECONDS_FOR_ALL_REDUCE = 120
 LOW_SPACE_BYTES = 5 * 2**30
 
-Finding = tuple[str, str, str]
-"""`ok`, `note` or `broken`; what was checked; the result, and what to do."""
+Finding = tuple[str, str, str]  # `ok`, `note` or `broken`; what was checked; the result, and what to do
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

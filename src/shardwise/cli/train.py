@@ -21,8 +21,7 @@ from shardwise.job.environment import read_slurm_environment, set_gpu_defaults
 from shardwise.topology.shape import MeshShape, describe_crossing
 from shardwise.train.run_config import TrainConfig
 
-SECONDS_TO_SAVE = 600
-"""How long ranks may take to save after a signal; a second signal ends them at once."""
+SECONDS_TO_SAVE = 600  # how long ranks may take to save after a signal; a second signal ends them at once
 
 HELP = """\
 Train a model on text, on as many ranks as the layout names.

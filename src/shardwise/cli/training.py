@@ -49,8 +49,7 @@ from shardwise.train.run_config import LogConfig, TrainConfig
 from shardwise.train.step import StepResult, TrainStep
 from shardwise.weights.staging import atomic_file
 
-SHOWN_STEPS = 20
-"""The screen shows the mean speed of this many steps."""
+SHOWN_STEPS = 20  # the screen shows the mean speed of this many steps
 
 
 class JsonlLog:

@@ -36,8 +36,7 @@ _FUNCTIONAL: ContextVar[bool] = ContextVar("functional_collectives", default=Fal
 Group = dist.ProcessGroup
 
 _FIRST_BYTES, _LENGTH_BYTES = 512, 8
-_ROOM_BYTES = _FIRST_BYTES - _LENGTH_BYTES
-"""How much of each pickled object the first all-gather carries; most fit."""
+_ROOM_BYTES = _FIRST_BYTES - _LENGTH_BYTES  # how much of each pickled object the first all-gather carries; most fit
 
 # Without torch's functions around them, which wait for what they return when a graph is made of them. Whoever waits
 # once more hides the collective from inductor, which then fuses it with no product.

@@ -17,8 +17,7 @@ from shardwise.loss.label_use import shifts_labels
 from shardwise.plan.decision import TokenWork
 from shardwise.runtime.adapter_facts import find_model
 
-Runs = Mapping[str, list[slice]]
-"""For each part of a batch the first dim's run of a tensor, by the tensor's name."""
+Runs = Mapping[str, list[slice]]  # for each part of a batch the first dim's run of a tensor, by the tensor's name
 
 _WORDS = {"video": ("video",), "image": ("image", "pixel"), "audio": ("audio", "feature")}
 
@@ -97,19 +96,15 @@ def _token_of(model: nn.Module, medium: str) -> int | None:
     return next((token for token in found if isinstance(token, int)), None)
 
 
-Count = int | Tensor
-"""Targets: a number, or an int64 scalar that is still on the device."""
+Count = int | Tensor  # targets: a number, or an int64 scalar that is still on the device
 
-Weight = float | Tensor
-"""The share of a microbatch's targets, likewise."""
+Weight = float | Tensor  # the share of a microbatch's targets, likewise
 
-IGNORED = -100
-"""The label that transformers' losses leave out."""
+IGNORED = -100  # the label that transformers' losses leave out
 
 _SPANS = ("start_positions", "end_positions")
 
-_SHARED = ("position_ids", "cache_position")
-"""Inputs that may have one row for all rows of the batch."""
+_SHARED = ("position_ids", "cache_position")  # inputs that may have one row for all rows of the batch
 
 
 def check_batch(model: nn.Module, batch: Mapping[str, Any], num_microbatches: int) -> int:

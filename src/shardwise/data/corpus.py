@@ -10,10 +10,8 @@ from typing import Any, Generic, TypeVar
 from shardwise.errors import ConfigError, LoadError, did_you_mean
 from shardwise.weights.staging import disk_errors
 
-PIECE_CHARS = 1 << 20
-"""A larger text file is encoded in pieces of about this size, cut at line ends, so that memory stays bounded."""
-ENCODE_CHARS = 4 << 20
-"""Text given to the tokenizer at once; fast tokenizers work on its pieces in parallel."""
+PIECE_CHARS = 1 << 20  # larger text files are encoded in pieces of about this size, cut at line ends
+ENCODE_CHARS = 4 << 20  # text given to the tokenizer at once; fast tokenizers work on its pieces in parallel
 
 Item = TypeVar("Item")
 

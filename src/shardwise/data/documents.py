@@ -26,8 +26,7 @@ VERSION = 1
 TOKEN_TYPE = np.dtype("<u4")
 MARK = b"SHDOCUME"
 TRAILER = struct.Struct("<8sIQQI")
-TARGET = np.uint32(1 << 31)
-"""The bit that marks a target; vocabularies have fewer tokens by far."""
+TARGET = np.uint32(1 << 31)  # the bit that marks a target; vocabularies have fewer tokens by far
 ENTRY = np.dtype([("end", "<u8"), ("first_target", "<u4")])
 
 

@@ -26,8 +26,7 @@ DocumentMasking = Literal["padded", "padded without mask", "positions", "mask"]
 """What keeps documents apart: a row each (with a mask of the padding, where the model takes one), or in packed rows
 positions that restart, alone or with a mask of four dims."""
 
-_WIDTH_STEP = 64
-"""Padded rows are as long as the longest of their batch, rounded up: few widths, so little is compiled again."""
+_WIDTH_STEP = 64  # padded rows are rounded up: few widths, little compiled
 
 
 class _Rows:

@@ -20,8 +20,7 @@ from shardwise.plan.structure import ModelFacts, parent_of, upwards
 from shardwise.schedule.schedule import Schedule, build_schedule
 from shardwise.topology.shape import MeshShape
 
-Cost = Callable[[int, int], int]
-"""What a stage costs that begins with one segment and ends before another."""
+Cost = Callable[[int, int], int]  # what a stage costs that begins with one segment and ends before another
 
 
 def check_pipeline(pipeline: Pipeline, shape: MeshShape, recompute: Recompute) -> None:

@@ -6,8 +6,7 @@ from collections.abc import MutableMapping
 
 from shardwise.errors import MeshError
 
-_FIRST_PORT, _NUM_PORTS = 12_000, 20_000
-"""Below the ports that systems use for outgoing connections."""
+_FIRST_PORT, _NUM_PORTS = 12_000, 20_000  # below the ports that systems use for outgoing connections
 
 
 def read_slurm_environment() -> None:

@@ -12,8 +12,7 @@ from torch import Tensor
 from shardwise.errors import MeshError, did_you_mean
 from shardwise.topology.shape import AXES, DATA_AXES, SAME_ROWS_AXES, SIZE_NAMES, MeshShape
 
-Groups = dict[tuple[str, ...], dist.ProcessGroup]
-"""Process groups of this rank by their axes; axes of size 1 are left out."""
+Groups = dict[tuple[str, ...], dist.ProcessGroup]  # this rank's process groups by their axes of several ranks
 
 
 def wide_axes(shape: MeshShape, axes: Sequence[str] = AXES) -> tuple[str, ...]:

@@ -39,14 +39,12 @@ from shardwise.errors import MeshError, RankError, ShardwiseError, counted
 from shardwise.job.rendezvous import RankAddress, call_with_timeout, read_address, rendezvous, shown_ranks
 
 BEAT_SECONDS = 2.0
-QUIET_BEATS = 3
-"""A rank is missing when this many of its beats have not come."""
+QUIET_BEATS = 3  # A rank is missing when this many of its beats have not come
 ANSWER_SECONDS = 5.0
 
 logger = logging.getLogger("shardwise.job")
 
-_INNER = ("torch", "shardwise.comm", "transformers.utils")
-"""Frames of these modules are skipped: their caller says where the rank is."""
+_INNER = ("torch", "shardwise.comm", "transformers.utils")  # frames of these modules are skipped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,8 +269,7 @@ def _in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-DEVICE_VARIABLE = "SHARDWISE_DEVICE"
-"""Environment variable with the default device of ranks: `cpu`, `cuda`, `cuda:0`."""
+DEVICE_VARIABLE = "SHARDWISE_DEVICE"  # environment variable with the default device of ranks: `cpu`, `cuda`, `cuda:0`
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:

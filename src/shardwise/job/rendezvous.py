@@ -19,10 +19,8 @@ import torch.distributed as dist
 
 from shardwise.errors import MeshError
 
-FIRST_NOTICE_SECONDS = 10.0
-"""Seconds until the first warning that names missing ranks; each next one comes after twice the time."""
-STORE_SECONDS = 10.0
-"""torch may take this much longer than twice the timeout to give up a connection."""
+FIRST_NOTICE_SECONDS = 10.0  # until the first warning that names missing ranks; then twice as long each
+STORE_SECONDS = 10.0  # torch may take this much longer than twice the timeout to give up a connection
 
 logger = logging.getLogger("shardwise.job")
 

@@ -21,8 +21,7 @@ from shardwise.runtime.linear import apply_mixin
 from shardwise.topology.shape import MeshShape
 from shardwise.weights.locate import locate_source
 
-_BY_ENTRY = ("linear", "cat")
-"""Ways to combine adapters in which an entry of the new A or B is made of the same entry of the others."""
+_BY_ENTRY = ("linear", "cat")  # combine entries of A or B with the same entries of others
 
 
 def guard_wrapper(model: nn.Module, registry: Registry) -> None:
@@ -219,8 +218,7 @@ def _check_init(config: Any, *, from_file: bool) -> None:
         )
 
 
-_OF_HEADS = ("PREFIX_TUNING", "CARTRIDGE")
-"""Kinds of prompts, in PEFT's words, that are keys and values of every head."""
+_OF_HEADS = ("PREFIX_TUNING", "CARTRIDGE")  # kinds of prompts, in PEFT's words, that are keys and values of every head
 
 
 def check_adapters(model: nn.Module, shape: MeshShape) -> None:

@@ -22,11 +22,9 @@ from shardwise.comm.collectives import all_gather_single
 from shardwise.runtime.context import Axis
 from shardwise.runtime.linear import check_index
 
-CHUNK_ELEMENTS = 2**26
-"""Logits that are made at a time where they are not needed together: 256 MiB in float32."""
+CHUNK_ELEMENTS = 2**26  # logits that are made at a time where they are not needed together: 256 MiB in float32
 
-Steps = Sequence[Callable[[Tensor], Tensor]]
-"""What is done to logits, element by element, on their way from the head to the loss."""
+Steps = Sequence[Callable[[Tensor], Tensor]]  # elementwise operations from the head to the loss
 
 
 @dataclass(frozen=True)

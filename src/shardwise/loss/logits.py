@@ -51,8 +51,7 @@ _ASKING = frozenset(
 )
 """Methods of a tensor that do not read its values."""
 
-_READING = frozenset({"T", "mT", "H", "mH", "real", "imag"})
-"""Attributes of a tensor that do."""
+_READING = frozenset({"T", "mT", "H", "mH", "real", "imag"})  # attributes of a tensor that read its values
 
 
 def attribute_of(func: Any) -> str | None:

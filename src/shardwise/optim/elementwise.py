@@ -25,8 +25,7 @@ _ELEMENTWISE = (
 _OF_MATRICES = (optim.Adafactor, optim.LBFGS, optim.Muon)
 _SIZE, _NUM_STEPS, _LR = 4, 3, 0.01
 _ALLOWED = 1e-3  # of the largest update
-_PASSED: set[tuple[Any, ...]] = set()
-"""Trials that passed: class, options, and on which tensors."""
+_PASSED: set[tuple[Any, ...]] = set()  # trials that passed: class, options, and on which tensors
 _CHECKED: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 

@@ -27,8 +27,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from shardwise.errors import ConfigError, LoadError, UnsupportedError, one_line
 from shardwise.weights.locate import HUB_OPTIONS, check_no_checkpoint, locate_source
 
-_FROM_DATA = (torch.tensor, torch.as_tensor)
-"""Functions that leave no trace below Python when they copy data to the meta device."""
+_FROM_DATA = (torch.tensor, torch.as_tensor)  # copy data to the meta device without a trace below Python
 
 
 @dataclass(frozen=True)

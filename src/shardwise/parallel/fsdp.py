@@ -29,8 +29,7 @@ from shardwise.runtime.fsdp_internals import (
 )
 
 Unit = tuple[nn.Module, ...]
-Units = Mapping[tuple[str, ...], Unit]
-"""Modules that are gathered together, by their names."""
+Units = Mapping[tuple[str, ...], Unit]  # modules that are gathered together, by their names
 
 
 def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPolicy) -> None:

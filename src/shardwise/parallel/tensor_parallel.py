@@ -244,8 +244,7 @@ def apply_sequence_parallelism(model: nn.Module, registry: Registry) -> None:
 
 logger = logging.getLogger("shardwise.plan")
 
-_ALIGNED = 8
-"""Grouped products read rows of a multiple of 16 bytes: that many elements of the narrowest dtypes."""
+_ALIGNED = 8  # grouped products read rows of a multiple of 16 bytes: that many elements of the narrowest dtypes
 
 
 class LocalConfig:

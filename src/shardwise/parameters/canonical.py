@@ -113,8 +113,7 @@ def _gathered(values: Sequence[Tensor], layouts: Sequence[Layout], group: Group)
     return found
 
 
-_TOGETHER_BYTES = 2**20
-"""Of full tensors, up to which several are gathered at once."""
+_TOGETHER_BYTES = 2**20  # of full tensors, up to which several are gathered at once
 
 
 def state_names(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor | None]:

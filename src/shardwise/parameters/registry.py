@@ -47,10 +47,8 @@ class DataHandling(enum.StrEnum):
     """Handling of a parameter along the data axes; the values are those of plans."""
 
     NONE = ""
-    FSDP = "managed"
-    """FSDP2 holds it as a `DTensor` over them, and reduces its gradient."""
-    ALL_REDUCE = "reduced"
-    """Every data rank holds all of it, and the gradient phase sums its gradient."""
+    FSDP = "managed"  # FSDP2 holds it as a `DTensor` over them, and reduces its gradient
+    ALL_REDUCE = "reduced"  # every data rank holds all of it, and the gradient phase sums its gradient
 
 
 def axes_of(gradient: str) -> frozenset[str]:

@@ -163,8 +163,7 @@ def refuse_gradient(x: Tensor) -> Tensor:
     return refused
 
 
-_MOST_PER_STAGE = 4
-"""Microbatches for each stage that a forward in training mode takes at most: a fifth of the time is bubble then."""
+_MOST_PER_STAGE = 4  # microbatches per stage that a training forward takes: a fifth of the time is bubble then
 
 
 def apply_pipeline(model: nn.Module, registry: Registry) -> None:

@@ -51,14 +51,11 @@ from shardwise.topology.shape import MeshShape
 
 Model = TypeVar("Model", bound=nn.Module)
 
-ITEM = re.compile(r"(?<![^.])(expert_)?\d+(?![^.])")
-"""The name of an item of a list, or of a dictionary of experts: "0", "expert_0"."""
+ITEM = re.compile(r"(?<![^.])(expert_)?\d+(?![^.])")  # item of a list, or of a dictionary of experts: "0", "expert_0"
 
-_MAX_LAYERS = 6
-"""Most layers with which a tiny model is tried to have layers of every kind."""
+_MAX_LAYERS = 6  # most layers with which a tiny model is tried to have layers of every kind
 
-_SMALL_ENOUGH = 8_000_000
-"""Elements up to which a model is its own tiny model, so that even parts given element by element fit it."""
+_SMALL_ENOUGH = 8_000_000  # elements up to which a model is its own tiny model
 
 
 def trial_of(tiny: PreTrainedModel, *, num_parts: int, drops: bool) -> "Trial":

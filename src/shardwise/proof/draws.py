@@ -17,8 +17,7 @@ from shardwise.stages.model import Stages
 from shardwise.stages.run import StageRun
 from shardwise.tiny.models import draws_shared
 
-_FEW = 16
-"""Parts with fewer elements may well be equal by chance."""
+_FEW = 16  # parts with fewer elements may well be equal by chance
 
 _UNEQUAL = "ranks draw differently for what they compute alike"
 

@@ -37,13 +37,10 @@ from shardwise.ranks.rank import Case, RankProcess, Report, check_not_importing,
 Result = TypeVar("Result")
 
 # Below the range from which kernels take the ports of outgoing connections, so that none of those can be in the way.
-PORTS = range(20000, 32000)
-"""Below the ports that kernels use for outgoing connections."""
+PORTS = range(20000, 32000)  # below the ports that kernels use for outgoing connections
 SHOWN_CHARS = 6000
-STACK_SECONDS = 1.0
-"""How long ranks may take to print their stacks when the time is up."""
-BLAME_SECONDS = 0.1
-"""How long to wait for further failures after the first one, which may be their consequence."""
+STACK_SECONDS = 1.0  # how long ranks may take to print their stacks when the time is up
+BLAME_SECONDS = 0.1  # how long to wait for further failures after the first one, which may be their consequence
 TEARDOWN_SECONDS = 10.0
 
 

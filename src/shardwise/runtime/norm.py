@@ -15,8 +15,7 @@ from shardwise.errors import UnsupportedError
 from shardwise.plan.decision import NormFormula
 from shardwise.runtime.context import Axis
 
-Moments = Callable[..., tuple[Tensor | None, Tensor]]
-"""Called as `moments_of`."""
+Moments = Callable[..., tuple[Tensor | None, Tensor]]  # called as `moments_of`
 
 _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps")
 

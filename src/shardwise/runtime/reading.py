@@ -75,8 +75,7 @@ def cast_values(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-Read = Callable[[Any], Any]
-"""What a forward is given for a stored parameter, which may be None."""
+Read = Callable[[Any], Any]  # what a forward is given for a stored parameter, which may be None
 
 _READS = "_shardwise_reads"
 

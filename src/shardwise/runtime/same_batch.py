@@ -24,8 +24,7 @@ _SAME_OPTIONS = (
 )
 
 _MOST_READ = 2**16
-_FORBIDS = -1e4
-"""At most this much is what attention masks add where nothing may be seen, in any dtype."""
+_FORBIDS = -1e4  # at most this much is what attention masks add where nothing may be seen, in any dtype
 
 
 def check_same_batch(

@@ -323,8 +323,7 @@ _FAMILIES = {
     "dualpipev": _Family(order=dualpipev, fewest_stages=2, most_stages=2, is_v=True, needs_full=True),
 }
 
-SCHEDULES = tuple(_FAMILIES)
-"""The names of all schedules."""
+SCHEDULES = tuple(_FAMILIES)  # the names of all schedules
 
 
 def build_schedule(

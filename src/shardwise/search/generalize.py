@@ -42,8 +42,7 @@ from shardwise.tiny.models import make_batch
 from shardwise.tiny.shrink import keep_layers
 from shardwise.topology.shape import MeshShape
 
-_Suffixed = tuple[str, Rule]
-"""A rule of a layer, and what follows the layer's name in its pattern."""
+_Suffixed = tuple[str, Rule]  # A rule of a layer, and what follows the layer's name in its pattern
 
 
 def generalize(plan: Plan, tiny: nn.Module, model: nn.Module) -> Plan:

@@ -68,8 +68,7 @@ def features_of(rank: int, size: int, num_parts: int) -> slice:
 
 
 _MAX_PASSES = 5
-_MAX_SHARED = 0.5
-"""Up to which part of a weight all ranks may need, besides their own."""
+_MAX_SHARED = 0.5  # up to which part of a weight all ranks may need, besides their own
 
 
 @dataclass(frozen=True, kw_only=True)

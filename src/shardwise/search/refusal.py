@@ -12,8 +12,7 @@ from shardwise.plan.structure import ModelFacts
 from shardwise.probe.trial import Verdict
 from shardwise.sharding.placement import Split
 
-_LEAST = 0.05
-"""The part of the layers' elements that must be split: with less of it, ranks hold copies of one model."""
+_LEAST = 0.05  # the part of the layers' elements that must be split: with less of it, ranks hold copies of one model
 _MAX_SHOWN = 8
 
 

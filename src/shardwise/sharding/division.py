@@ -13,10 +13,8 @@ from shardwise.sharding.layout import Layout
 from shardwise.sharding.placement import Replicate
 from shardwise.topology.shape import MeshShape
 
-MOST_ELEMENTS = 2**24
-"""The most elements of a portion: a reader verifies a portion as a whole."""
-LEAST_ELEMENTS = 2**16
-"""The fewest elements of a portion that is cut to share the work."""
+MOST_ELEMENTS = 2**24  # the most elements of a portion: a reader verifies a portion as a whole
+LEAST_ELEMENTS = 2**16  # the fewest elements of a portion that is cut to share the work
 SHARES_PER_RANK = 20
 """A portion that several ranks could write is at most this part of what a rank writes on average, so that ranks differ
 by no more.

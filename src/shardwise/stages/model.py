@@ -22,11 +22,9 @@ from shardwise.runtime.modes import is_in_backward
 from shardwise.stages.absent import Absent, present
 from shardwise.stages.run import ComputeRun, MeasureRun, Module, Outgoing, Own, StageRun, StageTensor
 
-Lengths = tuple[int, ...]
-"""Sizes of a forward's arguments that grow by one with every token that is generated."""
+Lengths = tuple[int, ...]  # sizes of a forward's arguments that grow by one with every token that is generated
 
-Cuts = list[tuple[StageTensor, ...]]
-"""What comes into each stage, and at the end nothing."""
+Cuts = list[tuple[StageTensor, ...]]  # what comes into each stage, and at the end nothing
 
 __all__ = [
     "LayerContainer",

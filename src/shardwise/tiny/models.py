@@ -86,8 +86,7 @@ def set_dropout(model: nn.Module, chance: float) -> None:
 
 __all__ = ["Padding", "build_tiny_model", "make_batch", "perturb_parameters", "set_runnable_mode", "shrink_config"]
 
-MOST_ELEMENTS = 2**28
-"""A tiny model with more elements was not shrunk: some size stands in a field that no rule knows."""
+MOST_ELEMENTS = 2**28  # A tiny model with more elements was not shrunk: some size stands in a field that no rule knows
 _MATRIX_NOISE = 0.05  # standard deviations; large enough that every term shows in loss and gradients
 _VECTOR_NOISE = 0.05
 _STATE_NOISE = 0.02

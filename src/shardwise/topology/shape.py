@@ -11,8 +11,7 @@ from shardwise.errors import MeshError, counted, did_you_mean
 AXES: tuple[str, ...] = ("pp", "ddp", "fsdp", "cp", "tp")
 """Axis names, outermost first: ranks along the last axis are neighbours, where the links are fastest."""
 
-DATA_AXES: tuple[str, ...] = ("ddp", "fsdp")
-"""Axes along which ranks see different rows of a batch."""
+DATA_AXES: tuple[str, ...] = ("ddp", "fsdp")  # axes along which ranks see different rows of a batch
 
 FSDP_AXES: tuple[str, ...] = ("ddp", "fsdp")
 """Axes of FSDP2's mesh: weights are replicated over ddp and sharded over fsdp, gradients are summed over both."""
@@ -20,8 +19,7 @@ FSDP_AXES: tuple[str, ...] = ("ddp", "fsdp")
 SAME_ROWS_AXES: tuple[str, ...] = tuple(axis for axis in AXES if axis not in DATA_AXES)
 """Axes along which ranks must be given the same rows."""
 
-UNSERVED_AXES: tuple[str, ...] = ("cp",)
-"""Axes that layouts can name and that nothing serves yet."""
+UNSERVED_AXES: tuple[str, ...] = ("cp",)  # axes that layouts can name and that nothing serves yet
 
 SIZE_NAMES: dict[str, str] = {
     "pp": "pp_size",

@@ -22,8 +22,7 @@ NXD = "a checkpoint of neuronx_distributed"
 OPTIMUM_NEURON = "a sharded checkpoint of Optimum Neuron"
 SHARDED_SAFETENSORS = "a distributed checkpoint of transformers (save_pretrained(distributed_checkpoint=True))"
 
-CONVERTIBLE = frozenset({DCP, NXD, OPTIMUM_NEURON, SHARDED_SAFETENSORS})
-"""Kinds that `shardwise convert` takes."""
+CONVERTIBLE = frozenset({DCP, NXD, OPTIMUM_NEURON, SHARDED_SAFETENSORS})  # kinds that `shardwise convert` takes
 
 _CONVERT = "convert it: shardwise convert {} --to hf OUT, and load OUT with shardwise.load"
 _LOAD = "shardwise.load loads its weights, and shardwise convert {} --to hf OUT writes them as a plain directory"

@@ -25,11 +25,9 @@ from shardwise.sharding.boxes import Box, full_box, shape_of
 from shardwise.sharding.layout import Layout
 from shardwise.weights.foreign import Chunk, ChunkedIndex, ChunkedTensor
 
-Layouts = Callable[[int], Mapping[str, Layout]]
-"""The layout of each parameter, by name, over that many tp ranks."""
+Layouts = Callable[[int], Mapping[str, Layout]]  # the layout of each parameter, by name, over that many tp ranks
 
-_States = Sequence[tuple[Path, Mapping[str, Tensor]]]
-"""File and tensors of every tp rank of a stage."""
+_States = Sequence[tuple[Path, Mapping[str, Tensor]]]  # file and tensors of every tp rank of a stage
 
 _NAME = re.compile(r"dp_rank_(?P<dp>\d+)(?P<ep>_ep_rank_\d+)?_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)\.pt")
 _NOT_SAID = {

@@ -127,8 +127,7 @@ def crc_of(tensor: Tensor) -> int:
     return zlib.crc32(bytes_of(tensor))
 
 
-Planned = tuple[str, torch.dtype, Sequence[int]]
-"""Name, dtype and shape of a tensor."""
+Planned = tuple[str, torch.dtype, Sequence[int]]  # name, dtype and shape of a tensor
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 _ENTRIES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)

@@ -40,8 +40,7 @@ class GroupedProjections(SplitModule):
     Communicates: like `ColumnLinear`, with one reduction for all three.
     """
 
-    bias_names = ("bias_qkv", "bias_q", "bias_k", "bias_v")
-    """What PEFT trains where an adapter's config trains biases."""
+    bias_names = ("bias_qkv", "bias_q", "bias_k", "bias_v")  # what PEFT trains where an adapter's config trains biases
     weight_qkv: Tensor
     bias_qkv: Tensor | None
 

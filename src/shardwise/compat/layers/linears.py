@@ -25,8 +25,7 @@ class _SplitLinear(SplitModule):
         init_weight: initializes the full weight; default: like `nn.Linear`.
     """
 
-    split_dim: int
-    """Of the weight."""
+    split_dim: int  # of the weight
     weight: Tensor
     bias: Tensor | None
 
