@@ -69,11 +69,7 @@ _Storages = weakref.WeakValueDictionary[int, torch.UntypedStorage]
 
 
 class _Count(TorchDispatchMode):
-    """Observes the results of operations.
-
-    Args:
-        model: the split model. Its stored parameters are not counted.
-    """
+    """Observes the results of operations. The stored parameters of the split model are not counted."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -99,8 +95,7 @@ class MemoryCount(_Count):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._model = model
-        self._of_parameters = _Storages()
+        self._model, self._of_parameters = model, _Storages()
         self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> "MemoryCount":
@@ -144,10 +139,8 @@ class PeakCount(_Count):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.peak_bytes = 0
-        self._sizes: dict[int, int] = {}
-        """Of what lived when it was summed last, and of all that was made or has grown since."""
-        self._most = 0
-        """Their sum: what lives, or more."""
+        self._sizes: dict[int, int] = {}  # of what lived at the last sum, and of what was made or has grown since
+        self._most = 0  # their sum: what lives, or more
 
     def _see(self, func: Any, args: Any, given: Mapping[int, torch.UntypedStorage], result: Any) -> None:
         for key, storage in given.items():

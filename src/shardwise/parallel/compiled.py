@@ -54,37 +54,31 @@ def apply_compilation(
     """Makes the layers of `model` compile at their first run; see `check_compilation`. Communicates nothing."""
     if choice is None:
         return
-    context = registry.context
-    context.is_compiled = True
+    registry.context.is_compiled = True
     known: dict[type, Callable[..., Any]] = {}
     for name in outermost_layers(registry.plan.stacks):
         layer = model.get_submodule(name)
         if type(layer) not in known:
-            of_backend = dict(choice.options) if choice.options else None  # torch takes out what is not the backend's
             known[type(layer)] = torch.compile(
                 _own_code(type(layer).forward),
                 fullgraph=True,
                 backend=choice.backend,
                 dynamic=choice.dynamic,
                 mode=choice.mode,
-                options=of_backend,
+                options=dict(choice.options or {}) or None,  # torch takes out what is not the backend's
             )
         apply_mixin(
             layer,
             Compiled,
             _compiled_forward=known[type(layer)],
             _compiled_stack=registry.plan.stack_of(name),
-            _compiled_context=context,
+            _compiled_context=registry.context,
             _compiled_settings=functools.partial(_settings, budget),
         )
 
 
 def check_compilation(choice: Compile | None, context: SplitContext | None = None) -> None:
-    """Checks that layers can be compiled.
-
-    Args:
-        context: context of the model that is to be split; None if there is none yet.
-    """
+    """Raises `ConfigError` if torch has no such backend, `UnsupportedError` if the model has dropout under tp."""
     if choice is None:
         return
     if isinstance(choice.backend, str):

@@ -5,7 +5,6 @@ Head counts are read from each attention module, so layers may differ in heads.
 
 import functools
 import inspect
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, TypeGuard
 
@@ -46,10 +45,7 @@ _HEAD_DIM_NAMES = ("head_dim", "head_size", "attention_head_size", "qk_head_dim"
 
 
 def read_facts(model: nn.Module) -> ModelFacts:
-    """Facts about `model`; adapted modules have the names of the base (see [Note: the base's plan]).
-
-    Reads only shapes and attributes, so meta models suffice.
-    """
+    """Facts about `model`, which may be meta; adapted modules have the base's names (see [Note: the base's plan])."""
     canonical: dict[int, str] = {}
     tied: dict[str, str] = {}
     modules: dict[str, ModuleFacts] = {}
@@ -85,11 +81,7 @@ def read_facts(model: nn.Module) -> ModelFacts:
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether all code of `model` comes from transformers, torch or PEFT.
-
-    A remote class (`trust_remote_code`) or a user's class has no stable name, and may compute something else than the
-    class of its model type. So may a model with a replaced module.
-    """
+    """Whether all code of `model` comes from transformers, torch or PEFT. Other classes may change under their name."""
     return isinstance(model, PreTrainedModel) and all(
         type(module).__module__.startswith(("transformers.", "torch.", "peft.")) for module in model.modules()
     )
@@ -166,30 +158,24 @@ def _heads(module: nn.Module) -> Heads | None:
 def counts_of(module: nn.Module, config_counts: dict[tuple[type, int], dict[str, int]] | None = None) -> dict[str, int]:
     """The module's integer attributes, and as `config.NAME` the integers of its config that its methods mention.
 
-    Args:
-        config_counts: cache of values found in configs, which are slow to read and equal for all modules of a class.
+    `config_counts` caches values of configs, which are slow to read and equal for all modules of a class.
     """
     if type(module).__module__.startswith("torch.") or _kind(module) != "other":
         return {}
     found = {name: value for name, value in vars(module).items() if _is_count(value, least=2)}
     config: Any = getattr(module, "config", None)
     own_class: Any = type(module)
-    read = names_read(own_class)
-    if "config" not in read or config is None:
+    names = names_read(own_class)
+    if "config" not in names or config is None:
         return found
     known = {} if config_counts is None else config_counts
     key = own_class, id(config)
     if key not in known:
-        values = {name: _read(config, name) for name in sorted(_known_to(config, read))}
+        if not hasattr(type(config), "__getattr__"):  # asking a transformers config for names that it lacks is slow
+            names &= {*dir(config), *getattr(config, "attribute_map", ())}
+        values = {name: _read(config, name) for name in sorted(names)}
         known[key] = {name: value for name, value in values.items() if _is_count(value, least=2)}
     return found | {f"config.{name}": value for name, value in known[key].items() if name not in found}
-
-
-def _known_to(config: Any, names: Iterable[str]) -> Iterable[str]:
-    """Those of `names` that the config has. Asking a transformers config for other names is slow."""
-    if hasattr(type(config), "__getattr__"):
-        return names
-    return {*dir(config), *getattr(config, "attribute_map", ())}.intersection(names)
 
 
 def _read(owner: object, name: str) -> object:
@@ -265,8 +251,8 @@ def find_conditional_layers(model: nn.Module, facts: ModelFacts) -> frozenset[st
     if get_decoder is None or "input_ids" not in takes or not any(each.default is None for each in media):
         return frozenset()
     inner = get_decoder()
-    decoder = next((name for name, module in model.named_modules() if module is inner and name), None)
-    if decoder is None:
+    decoder = _name_of(model, inner)
+    if not decoder:
         return frozenset()
     crossing: Any = getattr(getattr(inner, "config", None), "cross_attention_layers", None) or ()
     numbers = {str(number) for number in crossing}

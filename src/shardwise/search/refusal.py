@@ -12,7 +12,7 @@ from shardwise.plan.structure import ModelFacts
 from shardwise.probe.trial import Verdict
 from shardwise.sharding.placement import Split
 
-_LEAST = 0.05  # the part of the layers' elements that must be split: with less of it, ranks hold copies of one model
+_LEAST = 0.05  # of the layers' elements that must be split: with less of it, ranks hold copies of one model
 _MAX_SHOWN = 8
 
 
@@ -32,7 +32,7 @@ class Candidate:
 
 
 def with_reasons(candidate: Candidate, reasons: Mapping[str, str]) -> Plan:
-    """The candidate's plan with a reason for each matrix in layers that no rule names."""
+    """The candidate's plan with a reason (by FQN: why no split passed) for each matrix in layers that no rule names."""
     rules = [
         ParameterRule(fqn, "replicate", source="structure", reason=reasons[fqn])
         for fqn, planned in candidate.split.parameters.items()
@@ -47,14 +47,10 @@ def with_reasons(candidate: Candidate, reasons: Mapping[str, str]) -> Plan:
 def check_share(name: str, candidate: Candidate, reasons: Mapping[str, str], reached: Collection[str]) -> None:
     """Raises `PlanError` if the best plan for the model `name` splits almost nothing of its layers.
 
-    Args:
-        reached: FQNs of the parameters that have a gradient.
+    `reached` are the FQNs of the parameters that have a gradient.
     """
-    used = [
-        planned
-        for fqn, planned in candidate.split.parameters.items()
-        if candidate.facts.layer_of(fqn) is not None and fqn in reached
-    ]
+    parameters, layer_of = candidate.split.parameters, candidate.facts.layer_of
+    used = [planned for fqn, planned in parameters.items() if layer_of(fqn) is not None and fqn in reached]
     share = split_share(used)
     if share > _LEAST:
         return
@@ -85,7 +81,7 @@ def unplanned_error(name: str, num_parts: int, verdict: Verdict) -> PlanError:
 
 
 def no_plan_error(name: str, verdicts: Sequence[Verdict], *, num_parts: int, sequence_parallel: bool) -> PlanError:
-    """Error for the model `name`, for which no plan passed."""
+    """Error for the model `name`, for which no plan passed. `verdicts` are in the order of the trials."""
     informative = [each for each in verdicts if not each.lacks_stack] or verdicts
     at = star_numbers(next((each.module for each in informative if each.module), ""))
     where, fix = f"over tp={num_parts}", "use a layout without tp"

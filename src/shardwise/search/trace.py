@@ -41,34 +41,24 @@ _PRODUCTS = {
 
 @dataclass(eq=False)
 class Use:
-    """One product of an activation with a parameter.
-
-    Attributes:
-        x: the activation, in the layer's graph.
-        input_dim: the contracted dim of the parameter.
-    """
+    """One product of an activation with a parameter."""
 
     parameter: str
-    module: str
-    x: Tensor
+    module: str  # FQN of the running module
+    x: Tensor  # the activation, in the layer's graph
     out: Tensor
-    input_dim: int
+    input_dim: int  # the contracted dim of the parameter
 
 
 @dataclass(eq=False)
 class ModuleCall:
-    """One call of a module inside a layer: its inputs as graph nodes, and by argument names.
-
-    Attributes:
-        tensors: all tensor arguments by name, including integer ones.
-        carried: names of arguments that an earlier layer returned.
-    """
+    """One call of a module inside a layer: its inputs as graph nodes, and by argument names."""
 
     fqn: str
     inputs: list[Tensor] = field(default_factory=list)
     named: dict[str, Tensor] = field(default_factory=dict)
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    carried: frozenset[str] = frozenset()
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # all arguments by name, including integer ones
+    carried: frozenset[str] = frozenset()  # names of arguments that an earlier layer returned
     outputs: list[Tensor] = field(default_factory=list)
 
 
@@ -78,7 +68,6 @@ class Layer:
 
     Attributes:
         outputs: returned tensors that are used later.
-        uses: its products with parameters.
         parameters: all parameters inside the layer, by their names there; tied ones appear in each of their layers.
         size_constraints: sizes that integer attributes gave to operations, if watched thoroughly.
         with_zeroed_outputs: the same layer with its row products at zero, if needed.
@@ -146,10 +135,7 @@ class _Watcher(TorchFunctionMode):
                 layer.parameters[name] = parameter
 
     def forget_unused(self) -> None:
-        """Drops layer outputs that no layer of the stack uses, such as attention maps.
-
-        The hidden states come first and are kept.
-        """
+        """Drops layer outputs that no layer of the stack uses, such as attention maps. Hidden states come first."""
         used: dict[str, set[int]] = {}
         for layer in self.layers.values():
             positions = {at for at, out in enumerate(layer.outputs) if id(out) in self.consumed}
@@ -280,10 +266,7 @@ def _tensors(names: Sequence[str], args: Any, kwargs: Any) -> dict[str, Tensor]:
 
 
 def _compute_elementwise(formula: NormFormula, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
-    """A norm's output with constant statistics, so that each feature depends only on the same input feature.
-
-    A norm over split features shares its statistics between ranks. Only the elementwise part decides its split.
-    """
+    """A norm's output with constant statistics, which ranks share: each feature depends on one input feature alone."""
     values = [*args, *kwargs.values()]
     gate = values[1] if len(values) > 1 else None
 
