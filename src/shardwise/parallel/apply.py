@@ -28,6 +28,7 @@ from shardwise.parallel.tensor_parallel import (
 from shardwise.parameters.registry import DataHandling, Registry, attach_registry, entries_of, is_split, note_parameters
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec, Precision
+from shardwise.plan.structure import fqn_of
 from shardwise.runtime.adapter_facts import find_model
 from shardwise.runtime.arguments import Arguments, edit_arguments
 from shardwise.runtime.context import SplitContext
@@ -106,16 +107,13 @@ def _narrow_frozen(model: nn.Module, registry: Registry, compute: torch.dtype) -
 
 
 def _cast_what_is_kept_in_full(model: nn.Module, registry: Registry, casting: Casting) -> None:
-    """Casts the parameters that every data rank holds in full.
-
-    Scalars stay: they do not change the dtype of results.
-    """
+    """Casts the parameters that every data rank holds in full. Scalars do not change the dtype of results, and stay."""
     for name, module in model.named_modules():
-        fqns = {own: f"{name}.{own}" if name else own for own in _floats(module)}
-        kept = [own for own, fqn in fqns.items() if registry.entry(fqn).data is DataHandling.ALL_REDUCE]
-        if kept := [own for own in kept if registry.entry(fqns[own]).layout.shape]:
-            for own in kept:
-                read_through(module, own, casting)
+        entries = {own: registry.entry(fqn_of(name, own)) for own in _floats(module)}
+        kept = [own for own, entry in entries.items() if entry.data is DataHandling.ALL_REDUCE and entry.layout.shape]
+        for own in kept:
+            read_through(module, own, casting)
+        if kept:
             cast_in_forward(module, casting)
 
 

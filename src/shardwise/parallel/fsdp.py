@@ -33,24 +33,20 @@ Units = Mapping[tuple[str, ...], Unit]  # modules that are gathered together, by
 
 
 def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPolicy) -> None:
-    """Applies FSDP2 to a split model (real or meta), in place; see `check_data_parallelism`.
+    """Applies FSDP2 to a split model (real or meta), in place. Does nothing with one data rank.
 
-    Names stay; parameters become `DTensor`s over the data axes. Does nothing with one data rank.
+    Names stay; parameters become `DTensor`s over the data axes.
     """
     mesh, registry.policy = registry.mesh, policy
     if mesh.data_mesh is None:
         return
-    kept_replicated = {
-        parameter
-        for name, parameter in model.named_parameters()
-        if registry.entry(name).data is DataHandling.ALL_REDUCE
-    }
-    for parameter in model.parameters():
+    kept_replicated = set[nn.Parameter]()
+    for name, parameter in model.named_parameters():
         if not parameter.is_contiguous():  # FSDP2 takes no others
             parameter.data = parameter.data.contiguous()
-    for parameter in kept_replicated:
-        if not parameter.is_meta:
-            parameter.data = parameter.data.to(mesh.device)
+        if registry.entry(name).data is DataHandling.ALL_REDUCE:
+            kept_replicated.add(parameter)
+            parameter.data = parameter.data if parameter.is_meta else parameter.data.to(mesh.device)
     if registry.stages is None:
         units: Units = {unit: tuple(map(model.get_submodule, unit)) for unit in registry.plan.units}
         own_class = type(model)
@@ -252,20 +248,18 @@ def _follow_order(root: nn.Module, blocks: Sequence[Any], policy: FsdpPolicy, *,
 
 
 def _chooses_modules(unit: nn.Module, *, besides: Collection[nn.Module]) -> bool:
-    """Whether a unit may use different parameters for different rows, such as experts, so that a rank must reduce zeros
-    for unused ones.
+    """Whether a unit (without the modules `besides`) may use other parameters for other rows, such as experts.
 
-    Args:
-        besides: modules inside that belong to other units.
+    Then a rank must reduce zeros for unused ones.
     """
     for module in unit.modules():
         if module in besides:
             continue
-        has_own = any(each._parameters and each not in besides for each in module.modules())
-        if isinstance(module, nn.ModuleList | nn.ModuleDict) and has_own:
+        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if is_list and any(each._parameters and each not in besides for each in module.modules()):
             return True
-        own = [each for each in module._parameters.values() if each is not None]
-        if any(each.ndim > 2 for each in own) and not type(module).__module__.startswith("torch."):
+        is_of_torch = type(module).__module__.startswith("torch.")
+        if not is_of_torch and any(each is not None and each.ndim > 2 for each in module._parameters.values()):
             return True
     return False
 

@@ -43,11 +43,10 @@ def split_parameters(model: nn.Module, registry: Registry) -> None:
 
     Parameters keep their identity, so tied ones stay tied, and own their storage.
     """
-    coords = registry.mesh.coords
     for name, parameter in model.named_parameters():
         entry = registry.entry(name)
         if entry.split is not None:
-            parameter.data = local_tensor(parameter.data, entry.tensor_layout, coords)
+            parameter.data = local_tensor(parameter.data, entry.tensor_layout, registry.mesh.coords)
 
 
 def check_tensor_parallelism(model: nn.Module, plan: SplitPlan) -> None:
@@ -140,12 +139,8 @@ def _install_local(modules: Mapping[str, nn.Module], plan: SplitPlan, context: S
     for fqn in sorted(plan.local_sizes):
         owner, _, argument = fqn.rpartition(".")
         install_local_shapes(modules[owner], argument, context.tp)
-    added: dict[str, list[str]] = {}
-    for fqn in plan.added:
-        owner, _, name = fqn.rpartition(".")
-        added.setdefault(owner, []).append(name)
-    for owner, names in added.items():
-        install_shares(modules[owner], tuple(names), context.tp)
+    for owner in dict.fromkeys(map(parent_of, plan.added)):
+        install_shares(modules[owner], tuple(_names_of(plan.added, owner)), context.tp)
 
 
 def _apply_style(module: nn.Module, name: str, registry: Registry, *, leave: RegionExit | None) -> None:
@@ -218,7 +213,7 @@ def _weight_of(registry: Registry, module: str) -> str:
 
 
 def apply_sequence_parallelism(model: nn.Module, registry: Registry) -> None:
-    """Splits the sequence over the stacks of layers that the plan names. Communicates nothing.
+    """Splits the hidden states along the sequence in the stacks of layers that the plan names. Communicates nothing.
 
     Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198).
     """
@@ -231,15 +226,11 @@ def apply_sequence_parallelism(model: nn.Module, registry: Registry) -> None:
     for stack in plan.stacks:
         layers: Any = model.get_submodule(stack)
         install_stack(layers, stack, context)
-        owner = model.get_submodule(parent_of(stack))  # its forward embeds, then runs the layers
-        install_owner(owner, stack, context)
-    inputs: dict[str, list[str]] = {}
+        install_owner(model.get_submodule(parent_of(stack)), stack, context)  # its forward embeds, then runs the layers
     regions = {region.fqn for region in registry.plan.regions}  # these split their own inputs
-    for fqn in plan.inputs:
-        if parent_of(fqn) not in regions:
-            inputs.setdefault(parent_of(fqn), []).append(fqn.rpartition(".")[2])
-    for layer, names in inputs.items():
-        install_parts(model.get_submodule(layer), names, context)
+    for layer in dict.fromkeys(map(parent_of, plan.inputs)):
+        if layer not in regions:
+            install_parts(model.get_submodule(layer), _names_of(plan.inputs, layer), context)
 
 
 logger = logging.getLogger("shardwise.plan")

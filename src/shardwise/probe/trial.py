@@ -214,29 +214,30 @@ class Trial:
         Also compares a step on the padded row with dropout, if there is one: the full model must give the same result
         with the ranks' dropout masks.
         """
+        spec = ParallelSpec(sequence_parallel=sequence_parallel)
         asked = plan, sequence_parallel
         if asked not in self._found:
-            self._found[asked] = self._run(plan, sequence_parallel=sequence_parallel)
+            self._found[asked] = self._run(plan, spec)
         return self._found[asked]
 
-    def _run(self, plan: Plan, *, sequence_parallel: bool) -> Verdict:
-        results = self._split(self._tiny, plan, self.batch, sequence_parallel=sequence_parallel)
+    def _run(self, plan: Plan, spec: ParallelSpec) -> Verdict:
+        results = self._split(self._tiny, plan, self.batch, spec)
         if isinstance(results, Verdict):
             return results
         reason = next(filter(None, (_difference(each, self._truth) for each in results)), "")
         if reason:
             return Verdict(passed=False, reason=reason)
         if self._tiny_training is not None and self._padded is not None:
-            wrong = self._run_in_training(plan, self._tiny_training, self._padded, sequence_parallel=sequence_parallel)
+            wrong = self._run_in_training(plan, self._tiny_training, self._padded, spec)
             if wrong is not None:
                 return replace(wrong, reason=f"with padding and dropout: {wrong.reason}")
         return Verdict(passed=True, num_collectives=results[0].num_collectives)
 
     def _run_in_training(
-        self, plan: Plan, tiny: nn.Module, padded: Mapping[str, Any], *, sequence_parallel: bool
+        self, plan: Plan, tiny: nn.Module, padded: Mapping[str, Any], spec: ParallelSpec
     ) -> Verdict | None:
         with fork_all_rng():
-            results = self._split(tiny, plan, padded, sequence_parallel=sequence_parallel)
+            results = self._split(tiny, plan, padded, spec)
             if isinstance(results, Verdict):
                 return results
             states = [each.random_state for each in results if self._drops]
@@ -248,10 +249,9 @@ class Trial:
         return Verdict(passed=False, reason=reasons[0]) if reasons else None
 
     def _split(
-        self, tiny: nn.Module, plan: Plan, batch: Mapping[str, Any], *, sequence_parallel: bool
+        self, tiny: nn.Module, plan: Plan, batch: Mapping[str, Any], spec: ParallelSpec
     ) -> "list[_Result] | Verdict":
         """Results of each rank for the batch; a verdict if it fails."""
-        spec, shape = ParallelSpec(sequence_parallel=sequence_parallel), MeshShape(tp_size=self.num_parts)
 
         def rank(group: SimulatedGroup, decided: SplitPlan) -> _Result:
             model, mesh, draws = copy.deepcopy(tiny), SimulatedMesh(group), RecordRandom()
@@ -270,7 +270,7 @@ class Trial:
             )
 
         try:
-            decided = decide_split(plan, tiny, self.facts, shape, spec)
+            decided = decide_split(plan, tiny, self.facts, MeshShape(tp_size=self.num_parts), spec)
             return run_ranks(functools.partial(rank, decided=decided), self.num_parts)
         except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on a wrong split
             return verdict_of_exception(error)

@@ -7,6 +7,7 @@ import logging
 import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -320,10 +321,8 @@ def _eager(tiny: PreTrainedModel) -> nn.Module:
     """Copy with eager attention and experts, whose graph shows every dependence."""
     eager = copy.deepcopy(tiny)
     for choose in ("set_attn_implementation", "set_experts_implementation"):
-        try:
+        with suppress(AttributeError, ValueError):  # it has no such choice: what it has is what is watched
             getattr(eager, choose)("eager")
-        except (AttributeError, ValueError):  # it has no such choice: what it has is what is watched
-            continue
     return eager
 
 

@@ -26,7 +26,7 @@ from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.rule import SECTIONS, InputRule, ParameterRule, Rule
 from shardwise.plan.spec import Plan, match, star_numbers
-from shardwise.plan.structure import ModelFacts, Shape, nearest, outermost_layers
+from shardwise.plan.structure import ModelFacts, Shape, nearest, outermost_layers, parent_of
 from shardwise.probe.trial import (
     ITEM,
     SimulatedMesh,
@@ -84,8 +84,7 @@ def generalize(plan: Plan, tiny: nn.Module, model: nn.Module) -> Plan:
 
 
 def _modules(model: nn.Module, layer: str) -> frozenset[str]:
-    named = model.get_submodule(layer).named_modules(remove_duplicate=False)
-    return frozenset(f".{name}" for name, _ in named)
+    return frozenset(f".{name}" for name, _ in model.get_submodule(layer).named_modules(remove_duplicate=False))
 
 
 class _Sections:
@@ -118,12 +117,11 @@ class _Sections:
     def _attributes(self, tiny_name: str, name: str) -> Iterator[tuple[int, int]]:
         """Yields the values, in both models, of the attributes of the modules that contain a parameter."""
         while name:
-            tiny_name, name = tiny_name.rpartition(".")[0], name.rpartition(".")[0]
+            tiny_name, name = parent_of(tiny_name), parent_of(name)
             module, own = self._tiny.modules.get(_first(tiny_name)), self._model.modules.get(_first(name))
             if module is not None and own is not None:
-                yield from (
-                    (each, own.attributes[key]) for key, each in module.attributes.items() if key in own.attributes
-                )
+                for key in module.attributes.keys() & own.attributes.keys():
+                    yield module.attributes[key], own.attributes[key]
 
 
 def _shape_of(facts: ModelFacts, name: str) -> Shape | None:

@@ -134,10 +134,9 @@ class RowProduct:
 def find_row_products(
     model: nn.Module, batch: Mapping[str, Any], *, num_parts: int
 ) -> tuple[list[RowProduct], list[Layer]]:
-    """The row products of every layer, and the layers as watched with all row products' outputs detached.
+    """The row products of every layer of a tiny model, and the layers as watched with all their outputs detached.
 
-    Args:
-        model: a tiny model in eval mode, with eager attention and experts.
+    The model is in eval mode, with eager attention and experts.
     """
     banned: set[str] = set()
     for _ in range(_MAX_PASSES):
@@ -148,8 +147,7 @@ def find_row_products(
         if not open_ended:
             break
         banned |= open_ended
-    found = list(search.found.values())
-    cut = frozenset(search.found)
+    found, cut = list(search.found.values()), frozenset(search.found)
     layers = watch(model, batch, cut=cut, thorough=True)
     if not all(is_linear_weight(model, name) for name in cut):
         zeroed = {layer.fqn: layer for layer in watch(model, batch, cut=cut, with_zeroed_outputs=True)}

@@ -54,9 +54,6 @@ class Split:
     Args:
         pieces: for every coord, its intervals of the canonical dim in local order. Together they cover the dim. Several
             coords may hold the same interval; one coord holds it once.
-
-    Raises:
-        LayoutError: the pieces overlap within a coord, or leave a gap.
     """
 
     dim: int
