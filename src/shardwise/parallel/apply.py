@@ -3,6 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Iterator
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -36,6 +37,8 @@ from shardwise.runtime.host_masks import leave_out_cache
 from shardwise.runtime.modes import check_unwrapped, has_dropout
 from shardwise.runtime.reading import Casting, cast_in_forward, read_through
 from shardwise.topology.shape import UNSERVED_AXES, MeshShape
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def train_without_cache(model: nn.Module, *, recomputes: bool) -> None:
@@ -174,11 +177,11 @@ def apply_plan(
     return registry
 
 
-def move_model(model: nn.Module, device: torch.device) -> None:
+def move_model(model: Model, device: torch.device | str) -> Model:
     """Moves a model to a device. Fake tensors cannot be moved; meta tensors are loaded later."""
     tensors = (*model.parameters(), *model.buffers())
-    if not any(value.is_meta or isinstance(value, FakeTensor) for value in tensors):
-        model.to(device)
+    is_real = not any(value.is_meta or isinstance(value, FakeTensor) for value in tensors)
+    return model.to(device) if is_real else model
 
 
 def _most_classes(head: nn.Module | None, context: SplitContext) -> int | None:

@@ -328,16 +328,12 @@ def find_layer_order(model: nn.Module) -> LayerOrder:
     if (cached := read(path, functools.partial(from_json, LayerOrder))) is not None:
         return cached
     with reraise_as(no_stages_because(name)), fork_all_rng(), torch.enable_grad():
-        order = _order_of(model)
+        tiny = build_tried_model(model, num_layers=None)  # as deep as the model
+        batch = make_batch(tiny, seed=0)
+        set_runnable_mode(tiny, batch)
+        order = tried_order(tiny, batch, drops=has_dropout(model))
     write(path, to_json(order))
     return order
-
-
-def _order_of(model: PreTrainedModel) -> LayerOrder:
-    tiny = build_tried_model(model, num_layers=None)  # as deep as the model
-    batch = make_batch(tiny, seed=0)
-    set_runnable_mode(tiny, batch)
-    return tried_order(tiny, batch, drops=has_dropout(model))
 
 
 def tried_order(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection[str] = (), drops: bool) -> LayerOrder:

@@ -8,11 +8,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 from shardwise.comm.simulated import SimulatedGroup, run_ranks
@@ -21,7 +20,7 @@ from shardwise.errors import PlanError, ShardwiseError, UnsupportedError, one_li
 from shardwise.lora.inject import inject_alike
 from shardwise.mesh import Blocks, Mesh
 from shardwise.optim.gradients import track_gradients
-from shardwise.parallel.apply import apply_plan
+from shardwise.parallel.apply import Model, apply_plan, move_model
 from shardwise.parallel.facts import decide_split, read_facts, read_stacks
 from shardwise.parameters.canonical import canonical_tensor
 from shardwise.parameters.registry import registry_of
@@ -48,8 +47,6 @@ from shardwise.tiny.models import (
 )
 from shardwise.tiny.shrink import apply_repeatable
 from shardwise.topology.shape import MeshShape
-
-Model = TypeVar("Model", bound=nn.Module)
 
 ITEM = re.compile(r"(?<![^.])(expert_)?\d+(?![^.])")  # item of a list, or of a dictionary of experts: "0", "expert_0"
 
@@ -82,17 +79,13 @@ def is_small(model: nn.Module) -> bool:
     return sum(parameter.numel() for parameter in model.parameters()) <= _SMALL_ENOUGH
 
 
-def on_cpu(model: Model) -> Model:
-    """Moves a model to the CPU. Fake tensors cannot be moved."""
-    tensors = (*model.parameters(), *model.buffers())
-    return model if any(isinstance(tensor, FakeTensor) for tensor in tensors) else model.cpu()
-
-
 def build_tried_model(model: PreTrainedModel, **shrinking: Any) -> PreTrainedModel:
     """The model with other weights; for a large one, a tiny model made by `shrink_config` with these options."""
     own_size = is_small(model)
     if own_size and not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        tiny = on_cpu(copy.deepcopy(model)).float().eval().requires_grad_()  # whatever the caller trains, and where
+        tiny = (
+            move_model(copy.deepcopy(model), "cpu").float().eval().requires_grad_()
+        )  # whatever the caller trains, and where
         set_dropout(tiny, 0.0)
         apply_repeatable(tiny.config)
         perturb_parameters(tiny, torch.Generator().manual_seed(0))
@@ -203,10 +196,6 @@ class Trial:
                 fix="give rules of your own, or use a layout without tp",
             )
         self.gradients = self._truth.gradients
-
-    def inputs(self) -> dict[str, Any]:
-        """A copy of the batch, because some models write into their inputs."""
-        return clone_batch(self.batch)
 
     def run(self, plan: Plan, *, sequence_parallel: bool = False) -> Verdict:
         """Trains the tiny model one step, split by `plan`, and compares.

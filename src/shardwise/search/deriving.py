@@ -36,6 +36,7 @@ from shardwise.search.refusal import (
 from shardwise.search.rules import Block, find_blocks, sequence_plans
 from shardwise.search.trace import Layer, ModuleCall, watch
 from shardwise.sharding.placement import Split
+from shardwise.tiny.inputs import clone_batch
 
 _EDGES = ("region", "region_output", "aside")
 
@@ -256,9 +257,9 @@ class _Search:
         """The blocks in the tiny model's graph, and the layers of a run without cuts; empty if its code fails."""
         num_parts, eager = self._trial.num_parts, _eager(self._tiny)
         try:
-            products, layers = find_row_products(eager, self._trial.inputs(), num_parts=num_parts)
+            products, layers = find_row_products(eager, clone_batch(self._trial.batch), num_parts=num_parts)
             blocks = find_blocks(self._tiny, self._facts, products, layers, num_parts=num_parts)
-            return blocks, watch(eager, self._trial.inputs(), thorough=True)
+            return blocks, watch(eager, clone_batch(self._trial.batch), thorough=True)
         except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on inputs that are watched
             reason = f"its model cannot be watched: {type(error).__name__}: {str(error)[:200]}"
             logger.warning("%s: %s", type(self._tiny).__name__, reason)

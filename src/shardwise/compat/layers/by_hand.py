@@ -42,7 +42,7 @@ from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.rule import ParameterRule
 from shardwise.plan.structure import fqn_of
 from shardwise.probe.layer_order import no_stages, no_stages_because, tried_order
-from shardwise.probe.trial import on_cpu, reraise_as
+from shardwise.probe.trial import reraise_as
 from shardwise.runtime.adapter_facts import find_model
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.modes import has_dropout
@@ -219,7 +219,7 @@ def layer_order_by_hand(model: nn.Module, mesh: Mesh, *, layers: Collection[str]
         fork_all_rng(),
         torch.enable_grad(),
     ):
-        own = on_cpu(copy.deepcopy(model))
+        own = move_model(copy.deepcopy(model), "cpu")
         batch = _taken_batch(own)
         set_runnable_mode(own, batch)
         return tried_order(own, batch, layers=layers, drops=has_dropout(model))
