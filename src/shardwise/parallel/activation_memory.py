@@ -46,22 +46,6 @@ class FakeTensorCorrections(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def materialize_fake(model: nn.Module) -> nn.Module:
-    """Replaces every meta tensor of `model` by a fake CPU tensor, in place. Shared tensors stay shared."""
-    made: dict[Tensor, Tensor] = {}
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, value in held.items():
-                if value is None or not value.is_meta:
-                    continue
-                if value not in made:
-                    empty = torch.empty(value.shape, dtype=value.dtype, device="cpu")
-                    is_parameter = held is module._parameters
-                    made[value] = nn.Parameter(empty, requires_grad=value.requires_grad) if is_parameter else empty
-                held[name] = made[value]  # type: ignore[assignment]
-    return model
-
-
 _FORETELL = getattr(getattr(ShardingPropagator, "_propagate_tensor_meta_non_cached", None), "__code__", None)
 
 _Storages = weakref.WeakValueDictionary[int, torch.UntypedStorage]
@@ -69,11 +53,7 @@ _Storages = weakref.WeakValueDictionary[int, torch.UntypedStorage]
 
 
 class _Count(TorchDispatchMode):
-    """Observes the results of operations.
-
-    Args:
-        model: the split model. Its stored parameters are not counted.
-    """
+    """Observes the results of operations. The stored parameters of the split model are not counted."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -99,8 +79,7 @@ class MemoryCount(_Count):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._model = model
-        self._of_parameters = _Storages()
+        self._model, self._of_parameters = model, _Storages()
         self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> "MemoryCount":
@@ -144,10 +123,8 @@ class PeakCount(_Count):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.peak_bytes = 0
-        self._sizes: dict[int, int] = {}
-        """Of what lived when it was summed last, and of all that was made or has grown since."""
-        self._most = 0
-        """Their sum: what lives, or more."""
+        self._sizes: dict[int, int] = {}  # of what lived when it was summed last, and was made or has grown since
+        self._most = 0  # their sum: what lives, or more
 
     def _see(self, func: Any, args: Any, given: Mapping[int, torch.UntypedStorage], result: Any) -> None:
         for key, storage in given.items():

@@ -153,9 +153,5 @@ def _drop_alike(dropout: nn.Module, name: str, context: SplitContext) -> None:
     """Makes all ranks drop the same elements of an input that every rank has in full."""
     if not has_dropout(dropout):
         return  # hooks that must run tell blocks apart for torch.compile
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        context.restore_rng("adapter")
-
-    dropout.register_forward_pre_hook(lambda module, args: context.fork_rng("adapter", module, replicated=name))
-    dropout.register_forward_hook(leave, always_call=True)
+    dropout.register_forward_pre_hook(lambda module, _: context.fork_rng("adapter", module, replicated=name))
+    dropout.register_forward_hook(lambda *_: context.restore_rng("adapter"), always_call=True)

@@ -1,10 +1,9 @@
 """Splits a model in a fixed order: first all checks, then all edits."""
 
-import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -30,6 +29,7 @@ from shardwise.parallel.tensor_parallel import (
 from shardwise.parameters.registry import DataHandling, Registry, attach_registry, entries_of, is_split, note_parameters
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec, Precision
+from shardwise.plan.structure import fqn_of
 from shardwise.runtime.adapter_facts import find_model
 from shardwise.runtime.arguments import Arguments, edit_arguments
 from shardwise.runtime.context import SplitContext
@@ -37,6 +37,8 @@ from shardwise.runtime.host_masks import leave_out_cache
 from shardwise.runtime.modes import check_unwrapped, has_dropout
 from shardwise.runtime.reading import Casting, cast_in_forward, read_through
 from shardwise.topology.shape import UNSERVED_AXES, MeshShape
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def train_without_cache(model: nn.Module, *, recomputes: bool) -> None:
@@ -77,7 +79,8 @@ def apply_precision(model: nn.Module, registry: Registry, precision: Precision |
     registry.precision = precision
     if precision is None:
         return
-    _narrow_frozen(model, registry, getattr(torch, precision.compute))
+    dtype = getattr(torch, precision.compute)
+    _narrow_frozen(model, registry, dtype)
     if precision.params == precision.compute == "bfloat16":
         warnings.warn(
             f"parameters are kept in {precision.params}: updates smaller than 1/256 of a weight are lost to rounding, "
@@ -86,7 +89,6 @@ def apply_precision(model: nn.Module, registry: Registry, precision: Precision |
         )
     if precision.compute == precision.params:
         return
-    dtype = getattr(torch, precision.compute)
     registry.casting = casting = Casting(dtype)
     if registry.mesh.data_size > 1:
         _cast_what_is_kept_in_full(model, registry, casting)
@@ -108,61 +110,18 @@ def _narrow_frozen(model: nn.Module, registry: Registry, compute: torch.dtype) -
 
 
 def _cast_what_is_kept_in_full(model: nn.Module, registry: Registry, casting: Casting) -> None:
-    """Casts the parameters that every data rank holds in full.
-
-    Scalars stay: they do not change the dtype of results.
-    """
+    """Casts the parameters that every data rank holds in full. Scalars do not change the dtype of results, and stay."""
     for name, module in model.named_modules():
-        fqns = {own: f"{name}.{own}" if name else own for own in _floats(module)}
-        kept = [own for own, fqn in fqns.items() if registry.entry(fqn).data is DataHandling.ALL_REDUCE]
-        if kept := [own for own in kept if registry.entry(fqns[own]).layout.shape]:
-            for own in kept:
-                read_through(module, own, casting)
+        entries = {own: registry.entry(fqn_of(name, own)) for own in _floats(module)}
+        kept = [own for own, entry in entries.items() if entry.data is DataHandling.ALL_REDUCE and entry.layout.shape]
+        for own in kept:
+            read_through(module, own, casting)
+        if kept:
             cast_in_forward(module, casting)
 
 
 def _floats(module: nn.Module) -> list[str]:
     return [name for name, value in module._parameters.items() if value is not None and value.is_floating_point()]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A model that is being split.
-
-    Attributes:
-        spec: the request. Its plan is already resolved in `registry`.
-        dtype: dtype of floating-point parameters; None keeps theirs.
-    """
-
-    model: nn.Module
-    registry: Registry
-    spec: ParallelSpec
-    dtype: torch.dtype | None = None
-
-    @functools.cached_property
-    def recomputed(self) -> tuple[str, ...]:
-        """Names of the modules to recompute, found while the model is unsplit."""
-        return find_recomputed(self.model, self.registry.plan.stacks, self.spec.recompute)
-
-    @property
-    def compute_dtype(self) -> torch.dtype | None:
-        """Dtype of computation; None: the dtype of the parameters."""
-        precision = self.spec.precision
-        return getattr(torch, precision.compute) if precision is not None else self.dtype
-
-
-@dataclass(frozen=True, kw_only=True)
-class Edit:
-    """One step of splitting a model.
-
-    Attributes:
-        check: raises if the step cannot be done; runs before any edit.
-    """
-
-    name: str
-    apply: Callable[[Job], object]
-    check: Callable[[Job], object] = lambda job: None
-    is_needed: Callable[[Job], bool] = lambda job: True
 
 
 def apply_plan(
@@ -177,101 +136,48 @@ def apply_plan(
     """
     context = SplitContext.of(mesh, has_dropout=has_dropout(model))
     registry = Registry(mesh=mesh, plan=plan, context=context, tied=plan.tied)
-    apply_edits(Job(model=model, registry=registry, spec=spec, dtype=dtype), EDITS)
+    check_tensor_parallelism(model, plan)
+    recomputed = find_recomputed(model, plan.stacks, spec.recompute)
+    check_compilation(spec.compilation, context)
+    check_data_parallelism(model, spec.fsdp, mesh)
+    # What other stages hold goes first, so that nothing is done to it.
+    note_parameters(model, registry)
+    apply_stages(model, registry)
+    # Then from the inside out. Modules change by the shapes of the parameters that they have by then.
+    split_parameters(model, registry)
+    if plan.num_parts > 1:
+        apply_tensor_parallelism(model, registry)
+        apply_sequence_parallelism(model, registry)
+    if (plan.pipeline is None and spec.fsdp.units is None) or mesh.size("fsdp") == 1:
+        # The head's weight stays gathered until backward.
+        head = output_head(find_model(model))
+        apply_deferral(head, context, _most_classes(head, context))
+    apply_adapters(model, registry)
+    attach_registry(model, registry)
+    guard_state_dict(model, registry)
+    model.register_forward_pre_hook(lambda module, _: context.begin_forward(module), prepend=True)
+    model.register_forward_hook(lambda module, *_: context.end_forward(module), always_call=True)
+    # FSDP2 takes parameters as they are: of this dtype, on this device.
+    if dtype is not None:
+        model.to(dtype)
+    move_model(model, mesh.device)
+    apply_precision(model, registry, spec.precision)
+    # These wrap blocks, with all that tensor parallelism does in them.
+    apply_recomputation(model, registry, spec.recompute, recomputed)
+    apply_compilation(model, registry, spec.compilation, budget=spec.recompute.budget)
+    train_without_cache(model, recomputes=spec.recompute.mode != "none")
+    # FSDP2 gathers a unit before anything in it runs, or runs again.
+    apply_data_parallelism(model, registry, spec.fsdp)
+    compute_dtype = dtype if spec.precision is None else getattr(torch, spec.precision.compute)
+    finish_placeholders(registry, compute_dtype)
     return registry
 
 
-def apply_edits(job: Job, edits: Iterable[Edit]) -> None:
-    """Runs all checks, then all edits. Communicates nothing."""
-    needed = [edit for edit in edits if edit.is_needed(job)]
-    for edit in needed:
-        edit.check(job)
-    for edit in needed:
-        edit.apply(job)
-
-
-def _is_split_over_tp(job: Job) -> bool:
-    return job.registry.plan.num_parts > 1
-
-
-def _apply_deferral(job: Job) -> None:
-    head, context = output_head(find_model(job.model)), job.registry.context
-    apply_deferral(head, context, _most_classes(head, context))
-
-
-def _may_defer_logits(job: Job) -> bool:
-    """Whether the head's weight stays gathered until backward: not in pipelines, nor with user-defined FSDP units."""
-    is_plain = job.registry.plan.pipeline is None and job.spec.fsdp.units is None
-    return is_plain or job.registry.mesh.size("fsdp") == 1
-
-
-def _note_forwards(job: Job) -> None:
-    context = job.registry.context
-    job.model.register_forward_pre_hook(lambda module, _: context.begin_forward(module), prepend=True)
-    job.model.register_forward_hook(lambda module, *_: context.end_forward(module), always_call=True)
-
-
-def _convert(job: Job) -> None:
-    if job.dtype is not None:
-        job.model.to(job.dtype)
-
-
-def _move(job: Job) -> None:
-    """Moves the model to its device. Fake tensors cannot be moved; meta tensors are loaded later."""
-    tensors = (*job.model.parameters(), *job.model.buffers())
-    if not any(value.is_meta or isinstance(value, FakeTensor) for value in tensors):
-        job.model.to(job.registry.mesh.device)
-
-
-EDITS = (
-    # What other stages hold goes first, so that nothing is done to it.
-    Edit(name="names", apply=lambda job: note_parameters(job.model, job.registry)),
-    Edit(name="stages", apply=lambda job: apply_stages(job.model, job.registry)),
-    # Then from the inside out. Modules change by the shapes of the parameters that they have by then.
-    Edit(name="parameters", apply=lambda job: split_parameters(job.model, job.registry)),
-    Edit(
-        name="tensor",
-        check=lambda job: check_tensor_parallelism(job.model, job.registry.plan),
-        apply=lambda job: apply_tensor_parallelism(job.model, job.registry),
-        is_needed=_is_split_over_tp,
-    ),
-    Edit(
-        name="sequence",
-        apply=lambda job: apply_sequence_parallelism(job.model, job.registry),
-        is_needed=_is_split_over_tp,
-    ),
-    Edit(name="deferred logits", apply=_apply_deferral, is_needed=_may_defer_logits),
-    Edit(name="adapters", apply=lambda job: apply_adapters(job.model, job.registry)),
-    Edit(name="registry", apply=lambda job: attach_registry(job.model, job.registry)),
-    Edit(name="state dicts", apply=lambda job: guard_state_dict(job.model, job.registry)),
-    Edit(name="forwards", apply=_note_forwards),
-    # FSDP2 takes parameters as they are: of this dtype, on this device.
-    Edit(name="dtype", apply=_convert),
-    Edit(name="device", apply=_move),
-    Edit(name="precision", apply=lambda job: apply_precision(job.model, job.registry, job.spec.precision)),
-    # These wrap blocks, with all that tensor parallelism does in them.
-    Edit(
-        name="recomputation",
-        check=lambda job: job.recomputed,
-        apply=lambda job: apply_recomputation(job.model, job.registry, job.spec.recompute, job.recomputed),
-    ),
-    Edit(
-        name="compilation",
-        check=lambda job: check_compilation(job.spec.compilation, job.registry.context),
-        apply=lambda job: apply_compilation(
-            job.model, job.registry, job.spec.compilation, budget=job.spec.recompute.budget
-        ),
-    ),
-    Edit(name="caches", apply=lambda job: train_without_cache(job.model, recomputes=job.spec.recompute.mode != "none")),
-    # FSDP2 gathers a unit before anything in it runs, or runs again.
-    Edit(
-        name="data",
-        check=lambda job: check_data_parallelism(job.model, job.spec.fsdp, job.registry.mesh),
-        apply=lambda job: apply_data_parallelism(job.model, job.registry, job.spec.fsdp),
-    ),
-    Edit(name="absent", apply=lambda job: finish_placeholders(job.registry, compute_dtype=job.compute_dtype)),
-)
-"""Every step from a model to a split one, in the order in which they are done."""
+def move_model(model: Model, device: torch.device | str) -> Model:
+    """Moves a model to a device. Fake tensors cannot be moved; meta tensors are loaded later."""
+    tensors = (*model.parameters(), *model.buffers())
+    is_real = not any(value.is_meta or isinstance(value, FakeTensor) for value in tensors)
+    return model.to(device) if is_real else model
 
 
 def _most_classes(head: nn.Module | None, context: SplitContext) -> int | None:

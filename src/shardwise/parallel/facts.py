@@ -265,8 +265,8 @@ def find_conditional_layers(model: nn.Module, facts: ModelFacts) -> frozenset[st
     if get_decoder is None or "input_ids" not in takes or not any(each.default is None for each in media):
         return frozenset()
     inner = get_decoder()
-    decoder = next((name for name, module in model.named_modules() if module is inner and name), None)
-    if decoder is None:
+    decoder = _name_of(model, inner)
+    if not decoder:
         return frozenset()
     crossing: Any = getattr(getattr(inner, "config", None), "cross_attention_layers", None) or ()
     numbers = {str(number) for number in crossing}

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from shardwise.parallel.tensor_parallel import fit_sizes
 from shardwise.parameters.registry import Registry
 from shardwise.plan.pipeline_plan import PipelinePlan
-from shardwise.plan.structure import nearest, upwards
+from shardwise.plan.structure import fqn_of, nearest, upwards
 from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.local_inputs import own_slice
 from shardwise.stages.absent import Absent
@@ -27,22 +27,27 @@ def apply_stages(model: nn.Module, registry: Registry) -> None:
 
 
 def finish_placeholders(registry: Registry, compute_dtype: torch.dtype | None) -> None:
-    """Sets device, dtype and local shape of the placeholders of other stages' parameters. Communicates nothing.
+    """Sets device, dtype and shape of the placeholders of other stages' parameters. Communicates nothing.
 
-    The shape is this tp rank's part for parameters inside of layers, except in modules that receive and return full
-    features.
+    The shape is this tp rank's part inside of layers, except in modules that receive and return full features.
     """
     stages, mesh = registry.stages, registry.mesh
     if stages is None:
         return
     stages.context = registry.context if mesh.size("tp") > 1 else None
     _note_split_segments(stages, registry)
+    for fqn, (dim, num_heads) in registry.plan.inputs.items():
+        owner, _, argument = fqn.rpartition(".")
+        own = functools.partial(own_slice, dim=dim, num_heads=num_heads, axis=registry.context.tp)
+        stages.sliced.setdefault(stages.model.get_submodule(owner), {})[argument] = own
     names = {id(module): name for name, module in stages.model.named_modules()}
-    _note_slices(stages, registry)
-    layers, full = set(stages.plan.order.calls), _of_full_features(registry)
-    absent = {**stages.absent, **{(module, own): module.__dict__[own] for module, own in stages.foreign}}
+    layers, plan = set(stages.plan.order.calls), registry.plan
+    # Modules with the same tensors at their edges split or unsplit: their own code may run with full weights.
+    full = {region.fqn for region in plan.regions if region.edge == "gather"}
+    full |= {name for name, style in plan.modules.items() if style == "rowwise_split_input"}
+    absent = stages.absent | {(module, own): module.__dict__[own] for module, own in stages.foreign}
     for (module, own), old in absent.items():
-        fqn = f"{names[id(module)]}.{own}" if names[id(module)] else own
+        fqn = fqn_of(names[id(module)], own)
         inside = nearest(fqn, layers) is not None and nearest(fqn, full) is None
         shape = registry.entry(fqn).tensor_layout.local_shape(mesh.coords) if inside else tuple(old.meta.shape)
         dtype = compute_dtype if compute_dtype is not None and old.meta.is_floating_point() else old.meta.dtype
@@ -53,21 +58,6 @@ def finish_placeholders(registry: Registry, compute_dtype: torch.dtype | None) -
                 fit_sizes(module, new)
         else:
             stages.absent[module, own] = new
-
-
-def _of_full_features(registry: Registry) -> set[str]:
-    """Modules with the same tensors at their edges split or unsplit: their own code may run with full weights."""
-    plan = registry.plan
-    split_here = {name for name, style in plan.modules.items() if style == "rowwise_split_input"}
-    return split_here | {region.fqn for region in plan.regions if region.edge == "gather"}
-
-
-def _note_slices(stages: Stages, registry: Registry) -> None:
-    modules = dict(stages.model.named_modules())
-    for fqn, (dim, num_heads) in registry.plan.inputs.items():
-        owner, _, argument = fqn.rpartition(".")
-        own = functools.partial(own_slice, dim=dim, num_heads=num_heads, axis=registry.context.tp)
-        stages.sliced.setdefault(modules[owner], {})[argument] = own
 
 
 def _note_split_segments(stages: Stages, registry: Registry) -> None:
@@ -117,7 +107,7 @@ def _drop_foreign_parameters(model: nn.Module, stages: Stages, runs: Callable[[s
     for owner, module in model.named_modules(remove_duplicate=False):
         for own, value in module._parameters.items():
             if value is not None:
-                fqn = f"{owner}.{own}" if owner else own
+                fqn = fqn_of(owner, own)
                 names.setdefault((module, own), []).append(fqn)
                 canonical = first.setdefault(id(value), fqn)
                 if canonical != fqn:

@@ -43,11 +43,10 @@ def split_parameters(model: nn.Module, registry: Registry) -> None:
 
     Parameters keep their identity, so tied ones stay tied, and own their storage.
     """
-    coords = registry.mesh.coords
     for name, parameter in model.named_parameters():
         entry = registry.entry(name)
         if entry.split is not None:
-            parameter.data = local_tensor(parameter.data, entry.tensor_layout, coords)
+            parameter.data = local_tensor(parameter.data, entry.tensor_layout, registry.mesh.coords)
 
 
 def check_tensor_parallelism(model: nn.Module, plan: SplitPlan) -> None:
@@ -106,9 +105,9 @@ def _install_outputs(model: nn.Module, plan: SplitPlan, context: SplitContext) -
     around = {stack: nearest(stack, owners) or "" for stack in stacks}
     split_heads = {heads.num_heads for heads, _ in plan.heads.values()}
     for name, module in owners.items():
-        layers = layer_overrides(module.config).values()  # of configs that differ by layer
         counts = [read_field(module.config, key) for key in _HEAD_COUNTS]
-        counts += [fields.get(key) for fields in layers for key in _HEAD_COUNTS]
+        for fields in layer_overrides(module.config).values():  # of configs that differ by layer
+            counts += map(fields.get, _HEAD_COUNTS)
         install_outputs(
             module,
             context,
@@ -127,9 +126,9 @@ def _leave(plan: SplitPlan, module: str, context: SplitContext) -> RegionExit:
     )
 
 
-def _names_of(inputs: Iterable[str], module: str) -> set[str]:
-    """Names of the inputs that belong to `module`."""
-    return {name.rpartition(".")[2] for name in inputs if parent_of(name) == module}
+def _names_of(fqns: Iterable[str], module: str) -> list[str]:
+    """The inputs or parameters among `fqns` that belong to `module`, by their names there."""
+    return [fqn.rpartition(".")[2] for fqn in fqns if parent_of(fqn) == module]
 
 
 def _install_local(modules: Mapping[str, nn.Module], plan: SplitPlan, context: SplitContext) -> None:
@@ -140,16 +139,12 @@ def _install_local(modules: Mapping[str, nn.Module], plan: SplitPlan, context: S
     for fqn in sorted(plan.local_sizes):
         owner, _, argument = fqn.rpartition(".")
         install_local_shapes(modules[owner], argument, context.tp)
-    added: dict[str, list[str]] = {}
-    for fqn in plan.added:
-        owner, _, name = fqn.rpartition(".")
-        added.setdefault(owner, []).append(name)
-    for owner, names in added.items():
-        install_shares(modules[owner], tuple(names), context.tp)
+    for owner in dict.fromkeys(map(parent_of, plan.added)):
+        install_shares(modules[owner], tuple(_names_of(plan.added, owner)), context.tp)
 
 
 def _apply_style(module: nn.Module, name: str, registry: Registry, *, leave: RegionExit | None) -> None:
-    """Args: leave: end of a region at this module; None if a surrounding region ends at its own output."""
+    """`leave`: end of a region at this module; None if a surrounding region ends at its own output."""
     plan, context = registry.plan, registry.context
     style, split = plan.modules[name], _split_of(registry, name)
     if style == "all_reduce":
@@ -231,29 +226,20 @@ def apply_sequence_parallelism(model: nn.Module, registry: Registry) -> None:
     for stack in plan.stacks:
         layers: Any = model.get_submodule(stack)
         install_stack(layers, stack, context)
-        owner = model.get_submodule(parent_of(stack))  # its forward embeds, then runs the layers
-        install_owner(owner, stack, context)
-    inputs: dict[str, list[str]] = {}
+        install_owner(model.get_submodule(parent_of(stack)), stack, context)  # its forward embeds, then runs the layers
     regions = {region.fqn for region in registry.plan.regions}  # these split their own inputs
-    for fqn in plan.inputs:
-        if parent_of(fqn) not in regions:
-            inputs.setdefault(parent_of(fqn), []).append(fqn.rpartition(".")[2])
-    for layer, names in inputs.items():
-        install_parts(model.get_submodule(layer), names, context)
+    for layer in dict.fromkeys(map(parent_of, plan.inputs)):
+        if layer not in regions:
+            install_parts(model.get_submodule(layer), _names_of(plan.inputs, layer), context)
 
 
 logger = logging.getLogger("shardwise.plan")
 
-_ALIGNED = 8
-"""Grouped products read rows of a multiple of 16 bytes: that many elements of the narrowest dtypes."""
+_ALIGNED = 8  # grouped products read rows of a multiple of 16 bytes: that many elements of the narrowest dtypes
 
 
 class LocalConfig:
-    """A module's view of the model's config, with some values replaced.
-
-    Some attention forwards read head counts from `self.config`. The model's config itself is shared and saved, so it
-    must not change.
-    """
+    """A module's view of the model's config, with some values replaced: the model's own is shared and saved."""
 
     def __init__(self, config: Any, **values: Any) -> None:
         self.__dict__.update(values, _config=config)

@@ -26,14 +26,11 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 def cache_path(model: nn.Module, question: str, described: Mapping[str, Any]) -> Path | None:
-    """Path of the cached answer to a question about a model of this architecture and size.
+    """Path of the cached answer to a question about a model; None if its code may be edited under the same name.
 
     Args:
         question: "plan" for its plan, or another word.
         described: what the answer depends on besides the model, the libraries and our code.
-
-    Returns:
-        None for models with custom code, whose classes may be edited under the same name.
     """
     if not is_of_transformers(model):
         return None
@@ -53,8 +50,7 @@ def cache_path(model: nn.Module, question: str, described: Mapping[str, Any]) ->
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
     suffix = "" if question == "plan" else f".{question}"
-    name = f"{config.get('model_type')}-{digest[:20]}{suffix}.json"
-    return Path(constants.HF_HOME) / "shardwise" / "plans" / name
+    return Path(constants.HF_HOME) / "shardwise/plans" / f"{config.get('model_type')}-{digest[:20]}{suffix}.json"
 
 
 @functools.cache

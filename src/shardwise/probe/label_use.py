@@ -127,11 +127,9 @@ def _differ(found: Tensor, expected: Tensor) -> bool:
     return bool((found - expected).abs().max() > _NOTICEABLE * expected.abs().max())
 
 
-_LENGTHS = (7, 5, 12)
-"""Of the documents that share a row: beside the windows of tiny models they are short and long."""
+_LENGTHS = (7, 5, 12)  # of the documents that share a row: beside the windows of tiny models they are short and long
 _WIDTH = 26
-_TOLERANCE = 1e-4
-"""Of the largest logit: the same sums, in another order."""
+_TOLERANCE = 1e-4  # of the largest logit: the same sums, in another order
 
 
 def probe_document_masking(config: PreTrainedConfig, auto_class: Any, *, packed: bool) -> DocumentMasking:

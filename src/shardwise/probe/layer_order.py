@@ -35,20 +35,13 @@ from shardwise.tiny.inputs import clone_batch, loss_or_surrogate, make_batch
 from shardwise.tiny.models import fork_all_rng, set_runnable_mode
 
 
-def watch_order(
-    tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection[str] = (), drops: bool = False
+def _watch_order(
+    tiny: nn.Module, batch: Mapping[str, Any], layers: Collection[str], *, drops: bool
 ) -> tuple[LayerOrder, dict[str, Returned]]:
-    """Runs a tiny model once.
-
-    Returns:
-        The layer order, and the outputs of all modules that look like their arguments.
+    """Runs a tiny model once; returns the layer order, and all modules' outputs that look like their arguments.
 
     The dropout of a tensor that depends on no parameters crosses cuts too if later segments use it: one stage draws,
     and the others receive the result.
-
-    Args:
-        layers: the modules at which to cut; default: the outermost layers.
-        drops: whether the large model has dropout.
     """
     model = _untied(tiny)
     watcher = _watched(model, batch, layers, shares_dropped=False)
@@ -328,21 +321,22 @@ def find_layer_order(model: nn.Module) -> LayerOrder:
     if (cached := read(path, functools.partial(from_json, LayerOrder))) is not None:
         return cached
     with reraise_as(no_stages_because(name)), fork_all_rng(), torch.enable_grad():
-        order = _order_of(model)
+        tiny = build_tried_model(model, num_layers=None)  # as deep as the model
+        batch = make_batch(tiny, seed=0)
+        set_runnable_mode(tiny, batch)
+        order = tried_order(tiny, batch, drops=has_dropout(model))
     write(path, to_json(order))
     return order
 
 
-def _order_of(model: PreTrainedModel) -> LayerOrder:
-    tiny = build_tried_model(model, num_layers=None)  # as deep as the model
-    batch = make_batch(tiny, seed=0)
-    set_runnable_mode(tiny, batch)
-    return tried_order(tiny, batch, drops=has_dropout(model))
-
-
 def tried_order(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection[str] = (), drops: bool) -> LayerOrder:
-    """The layer order of a tiny model, if the model computes the same when it is cut accordingly."""
-    order, returns = watch_order(tiny, batch, layers=layers, drops=drops)
+    """The layer order of a tiny model, if the model computes the same when it is cut accordingly.
+
+    Args:
+        layers: the modules at which to cut; default: the outermost layers.
+        drops: whether the large model has dropout.
+    """
+    order, returns = _watch_order(tiny, batch, layers, drops=drops)
     if len(order.calls) == 1:
         raise no_stages(type(tiny).__name__, f"of its layers only {order.calls[0]} runs", at="")
     while True:
@@ -384,11 +378,7 @@ def _stages_of_one(model: nn.Module, order: LayerOrder) -> Stages:
 
 
 def train_in_stages(stages: Sequence[Stages], batch: Mapping[str, Any]) -> tuple[Any, list[tuple[Tensor, ...]]]:
-    """Forward and backward through all stages.
-
-    Returns:
-        The output of the last stage, and the tensors at every cut.
-    """
+    """Runs forward and backward through all stages; returns the last one's output, and the tensors at every cut."""
     sent: list[tuple[Tensor, ...]] = []
     received: list[tuple[Tensor, ...]] = [()]
     output: Any = None
@@ -448,6 +438,5 @@ def _difference(tiny: nn.Module, batch: Mapping[str, Any], order: LayerOrder) ->
 
 def _equal(found: Tensor | None, expected: Tensor | None) -> bool:
     if found is None or expected is None:
-        other = expected if found is None else found
-        return other is None or not bool(other.any())
+        return not any(bool(other.any()) for other in (found, expected) if other is not None)
     return not found.numel() or bool((found - expected).abs().max() <= _ALLOWED * expected.abs().max() + 1e-6)

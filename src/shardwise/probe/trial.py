@@ -8,11 +8,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 from shardwise.comm.simulated import SimulatedGroup, run_ranks
@@ -21,7 +20,8 @@ from shardwise.errors import PlanError, ShardwiseError, UnsupportedError, one_li
 from shardwise.lora.inject import inject_alike
 from shardwise.mesh import Blocks, Mesh
 from shardwise.optim.gradients import track_gradients
-from shardwise.parallel.apply import apply_plan
+from shardwise.parallel.apply import Model, apply_plan, move_model
+from shardwise.parallel.build import has_meta
 from shardwise.parallel.facts import decide_split, read_facts, read_stacks
 from shardwise.parameters.canonical import canonical_tensor
 from shardwise.parameters.registry import registry_of
@@ -49,16 +49,11 @@ from shardwise.tiny.models import (
 from shardwise.tiny.shrink import apply_repeatable
 from shardwise.topology.shape import MeshShape
 
-Model = TypeVar("Model", bound=nn.Module)
+ITEM = re.compile(r"(?<![^.])(expert_)?\d+(?![^.])")  # name of an item of a list, or of a dictionary: "0", "expert_0"
 
-ITEM = re.compile(r"(?<![^.])(expert_)?\d+(?![^.])")
-"""The name of an item of a list, or of a dictionary of experts: "0", "expert_0"."""
+_MAX_LAYERS = 6  # with which a tiny model is tried to have layers of every kind
 
-_MAX_LAYERS = 6
-"""Most layers with which a tiny model is tried to have layers of every kind."""
-
-_SMALL_ENOUGH = 8_000_000
-"""Elements up to which a model is its own tiny model, so that even parts given element by element fit it."""
+_SMALL_ENOUGH = 8_000_000  # elements of a model that is its own tiny model, so that parts given one by one fit it
 
 
 def trial_of(tiny: PreTrainedModel, *, num_parts: int, drops: bool) -> "Trial":
@@ -85,17 +80,12 @@ def is_small(model: nn.Module) -> bool:
     return sum(parameter.numel() for parameter in model.parameters()) <= _SMALL_ENOUGH
 
 
-def on_cpu(model: Model) -> Model:
-    """Moves a model to the CPU. Fake tensors cannot be moved."""
-    tensors = (*model.parameters(), *model.buffers())
-    return model if any(isinstance(tensor, FakeTensor) for tensor in tensors) else model.cpu()
-
-
 def build_tried_model(model: PreTrainedModel, **shrinking: Any) -> PreTrainedModel:
     """The model with other weights; for a large one, a tiny model made by `shrink_config` with these options."""
     own_size = is_small(model)
-    if own_size and not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        tiny = on_cpu(copy.deepcopy(model)).float().eval().requires_grad_()  # whatever the caller trains, and where
+    if own_size and not has_meta(model):
+        # Whatever the caller trains, and where.
+        tiny = move_model(copy.deepcopy(model), "cpu").float().eval().requires_grad_()
         set_dropout(tiny, 0.0)
         apply_repeatable(tiny.config)
         perturb_parameters(tiny, torch.Generator().manual_seed(0))
@@ -111,18 +101,14 @@ def build_tried_model(model: PreTrainedModel, **shrinking: Any) -> PreTrainedMod
 
 
 def smallest_with_all_layer_kinds(build: Callable[[int], Model], model: nn.Module) -> Model:
-    """Result of `build` with the fewest layers that cover every kind in `model`; with two layers if no number does.
+    """Result of `build(num_layers)` with the fewest layers that cover every kind in `model`; with two if none does."""
 
-    Args:
-        build: builds a model like `model` with the given number of layers, if they are all alike.
-    """
-    wanted, tried = _kinds(model), map(build, range(2, _MAX_LAYERS + 1))
+    def kinds(model: nn.Module) -> set[tuple[str, frozenset[str]]]:
+        return {layer_kind(layer, names_in(model, layer)) for layer in outermost_layers(read_stacks(model))}
+
+    wanted, tried = kinds(model), map(build, range(2, _MAX_LAYERS + 1))
     first = next(tried)
-    return next((few for few in itertools.chain((first,), tried) if wanted <= _kinds(few)), first)
-
-
-def _kinds(model: nn.Module) -> set[tuple[str, frozenset[str]]]:
-    return {layer_kind(layer, names_in(model, layer)) for layer in outermost_layers(read_stacks(model))}
+    return next((few for few in itertools.chain((first,), tried) if wanted <= kinds(few)), first)
 
 
 def layer_kind(layer: str, names: frozenset[str]) -> tuple[str, frozenset[str]]:
@@ -151,7 +137,7 @@ class Verdict:
         passed: whether loss and every gradient equal the full model's.
         module: FQN of the innermost module that was running at the failure; "" if there was none.
         lacks_stack: whether there was no list of layers along which to split the sequence.
-        num_collectives: number of collectives in one rank's forward and backward, if it passed.
+        num_collectives: in one rank's forward and backward, if it passed.
     """
 
     passed: bool
@@ -207,39 +193,36 @@ class Trial:
             )
         self.gradients = self._truth.gradients
 
-    def inputs(self) -> dict[str, Any]:
-        """A copy of the batch, because some models write into their inputs."""
-        return clone_batch(self.batch)
-
     def run(self, plan: Plan, *, sequence_parallel: bool = False) -> Verdict:
         """Trains the tiny model one step, split by `plan`, and compares.
 
         Also compares a step on the padded row with dropout, if there is one: the full model must give the same result
         with the ranks' dropout masks.
         """
+        spec = ParallelSpec(sequence_parallel=sequence_parallel)
         asked = plan, sequence_parallel
         if asked not in self._found:
-            self._found[asked] = self._run(plan, sequence_parallel=sequence_parallel)
+            self._found[asked] = self._run(plan, spec)
         return self._found[asked]
 
-    def _run(self, plan: Plan, *, sequence_parallel: bool) -> Verdict:
-        results = self._split(self._tiny, plan, self.batch, sequence_parallel=sequence_parallel)
+    def _run(self, plan: Plan, spec: ParallelSpec) -> Verdict:
+        results = self._split(self._tiny, plan, self.batch, spec)
         if isinstance(results, Verdict):
             return results
         reason = next(filter(None, (_difference(each, self._truth) for each in results)), "")
         if reason:
             return Verdict(passed=False, reason=reason)
         if self._tiny_training is not None and self._padded is not None:
-            wrong = self._run_in_training(plan, self._tiny_training, self._padded, sequence_parallel=sequence_parallel)
+            wrong = self._run_in_training(plan, self._tiny_training, self._padded, spec)
             if wrong is not None:
                 return replace(wrong, reason=f"with padding and dropout: {wrong.reason}")
         return Verdict(passed=True, num_collectives=results[0].num_collectives)
 
     def _run_in_training(
-        self, plan: Plan, tiny: nn.Module, padded: Mapping[str, Any], *, sequence_parallel: bool
+        self, plan: Plan, tiny: nn.Module, padded: Mapping[str, Any], spec: ParallelSpec
     ) -> Verdict | None:
         with fork_all_rng():
-            results = self._split(tiny, plan, padded, sequence_parallel=sequence_parallel)
+            results = self._split(tiny, plan, padded, spec)
             if isinstance(results, Verdict):
                 return results
             states = [each.random_state for each in results if self._drops]
@@ -251,10 +234,9 @@ class Trial:
         return Verdict(passed=False, reason=reasons[0]) if reasons else None
 
     def _split(
-        self, tiny: nn.Module, plan: Plan, batch: Mapping[str, Any], *, sequence_parallel: bool
+        self, tiny: nn.Module, plan: Plan, batch: Mapping[str, Any], spec: ParallelSpec
     ) -> "list[_Result] | Verdict":
         """Results of each rank for the batch; a verdict if it fails."""
-        spec, shape = ParallelSpec(sequence_parallel=sequence_parallel), MeshShape(tp_size=self.num_parts)
 
         def rank(group: SimulatedGroup, decided: SplitPlan) -> _Result:
             model, mesh, draws = copy.deepcopy(tiny), SimulatedMesh(group), RecordRandom()
@@ -273,7 +255,7 @@ class Trial:
             )
 
         try:
-            decided = decide_split(plan, tiny, self.facts, shape, spec)
+            decided = decide_split(plan, tiny, self.facts, MeshShape(tp_size=self.num_parts), spec)
             return run_ranks(functools.partial(rank, decided=decided), self.num_parts)
         except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on a wrong split
             return verdict_of_exception(error)
@@ -360,9 +342,7 @@ def _full_gradients(model: nn.Module) -> dict[str, Tensor]:
 logger = logging.getLogger("shardwise.plan")
 
 
-def try_adapters(
-    model: nn.Module, plan: Plan, facts: ModelFacts, *, num_parts: int, sequence_parallel: bool = False
-) -> None:
+def try_adapters(model: nn.Module, plan: Plan, facts: ModelFacts, *, num_parts: int, sequence_parallel: bool) -> None:
     """Trains a tiny model with adapters like those of `model`, split by the base's plan, and compares every gradient.
 
     Caches success on disk. Logs if it cannot be tried. Communicates nothing.

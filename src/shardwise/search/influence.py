@@ -1,9 +1,8 @@
 """Finds which elements of a layer's parameters influence which input features of its row products.
 
 # [Note: structure by influence]
-Cut the input features of a product (an attention's output projection, an MLP's down projection) into one run per rank,
-and ask autograd on which parameter elements each run depends. Exact zeros in the gradients give the answer. If the runs
-depend on different elements of a weight, the weight can be split: every rank keeps what its run depends on. Elements on
+The input features of a product (an attention's output projection, an MLP's down projection) are cut into one run per
+rank, and exact zeros in gradients tell on which parameter elements each run depends: its rank keeps these. Elements on
 which several runs depend are held by several ranks (key/value heads shared by query heads). A parameter whose every
 element influences every run is replicated (a q/k norm, a latent projection). This works alike for attention and
 state-space scans, and for any order of sections in a fused weight.
@@ -68,17 +67,12 @@ def features_of(rank: int, size: int, num_parts: int) -> slice:
 
 
 _MAX_PASSES = 5
-_MAX_SHARED = 0.5
-"""Up to which part of a weight all ranks may need, besides their own."""
+_MAX_SHARED = 0.5  # up to which part of a weight all ranks may need, besides their own
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequiredIndices:
-    """What each rank must hold of a tensor along one dim.
-
-    Attributes:
-        ranks: for each rank, the indices on which its features depend.
-    """
+    """What each rank must hold of a tensor along one dim: the indices on which its features depend."""
 
     dim: int
     size: int
@@ -135,10 +129,9 @@ class RowProduct:
 def find_row_products(
     model: nn.Module, batch: Mapping[str, Any], *, num_parts: int
 ) -> tuple[list[RowProduct], list[Layer]]:
-    """The row products of every layer, and the layers as watched with all row products' outputs detached.
+    """The row products of every layer of a tiny model, and the layers as watched with all their outputs detached.
 
-    Args:
-        model: a tiny model in eval mode, with eager attention and experts.
+    The model is in eval mode, with eager attention and experts.
     """
     banned: set[str] = set()
     for _ in range(_MAX_PASSES):
@@ -149,8 +142,7 @@ def find_row_products(
         if not open_ended:
             break
         banned |= open_ended
-    found = list(search.found.values())
-    cut = frozenset(search.found)
+    found, cut = list(search.found.values()), frozenset(search.found)
     layers = watch(model, batch, cut=cut, thorough=True)
     if not all(is_linear_weight(model, name) for name in cut):
         zeroed = {layer.fqn: layer for layer in watch(model, batch, cut=cut, with_zeroed_outputs=True)}
@@ -211,8 +203,8 @@ class _Search:
     def _candidates(self, layer: Layer) -> list[RowProduct]:
         """Products whose ranks need different parts of a weight that multiplies, those with most elements first."""
         own, found = layer.parameters, dict[str, tuple[int, RowProduct]]()
-        uses = [use for use in layer.uses if use.parameter in own and use.parameter not in self.found]
-        uses = [use for use in uses if use.parameter not in self._banned]
+        excluded = self._banned | self.found.keys()
+        uses = [use for use in layer.uses if use.parameter in own and use.parameter not in excluded]
         output_dims = {use.parameter: 1 - use.input_dim for use in uses if own[use.parameter].ndim == 2}
         for use in uses:
             product = RowProduct(

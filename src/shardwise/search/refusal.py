@@ -12,8 +12,7 @@ from shardwise.plan.structure import ModelFacts
 from shardwise.probe.trial import Verdict
 from shardwise.sharding.placement import Split
 
-_LEAST = 0.05
-"""The part of the layers' elements that must be split: with less of it, ranks hold copies of one model."""
+_LEAST = 0.05  # of the layers' elements that must be split: with less of it, ranks hold copies of one model
 _MAX_SHOWN = 8
 
 
@@ -51,11 +50,8 @@ def check_share(name: str, candidate: Candidate, reasons: Mapping[str, str], rea
     Args:
         reached: FQNs of the parameters that have a gradient.
     """
-    used = [
-        planned
-        for fqn, planned in candidate.split.parameters.items()
-        if candidate.facts.layer_of(fqn) is not None and fqn in reached
-    ]
+    parameters, layer_of = candidate.split.parameters, candidate.facts.layer_of
+    used = [planned for fqn, planned in parameters.items() if layer_of(fqn) is not None and fqn in reached]
     share = split_share(used)
     if share > _LEAST:
         return

@@ -36,8 +36,7 @@ from shardwise.sharding.boxes import Interval
 from shardwise.sharding.placement import Split, equal_sections, join_intervals
 
 _MAX_SECTIONS = 8
-_WASTE = 1.1
-"""How much more than needed a style may hold; a named style says more to a reader than intervals do."""
+_WASTE = 1.1  # how much more than needed a style may hold: a named style says more to a reader than intervals do
 _COUNT_NAMES = ("head", "group", "num_blocks")
 _NEVER = frozenset({"layer_idx", "layer_index", "head_dim", "num_key_value_groups", "attention_head_size", "head_size"})
 
@@ -124,16 +123,13 @@ def _by_name(graph: BlockGraph) -> list[tuple[str, ...]]:
     return [(), own, tuple(counts), (*own, *(name for name in features if ".config." not in name))]
 
 
-_MAX_GUESSES = 6
-"""How many guesses of attributes are tried at the first choice of entries."""
-_MAX_GUESSES_BELOW = 2
-"""And at the others."""
+_MAX_GUESSES = 6  # of attributes that are tried at the first choice of entries
+_MAX_GUESSES_BELOW = 2  # and at the others
 _weights = functools.partial(ParameterRule, source="structure")
 _region = functools.partial(RegionRule, source="structure")
 _count = functools.partial(AttributeRule, source="structure")
 _input = functools.partial(InputRule, source="structure")
-_LARGE = 0.02
-"""From which part of its layer's elements a linear outside of all blocks is worth a collective."""
+_LARGE = 0.02  # from which part of its layer's elements a linear outside of all blocks is worth a collective
 
 
 @dataclass(eq=False)
@@ -283,10 +279,7 @@ class _RuleBuilder:
                 yield _input(name, "local_size", reason="what is split is reshaped by its size")
 
     def _gathered(self, entries: Mapping[str, str]) -> Iterator[Rule]:
-        """Yields rules that gather the output of every linear.
-
-        This always works, at the cost of one collective each.
-        """
+        """Yields rules that gather the output of every linear: this always works, at one collective each."""
         names = {*self.graph.required_indices, *(product.parameter for product in self.graph.group)}
         names |= {name for name in self.graph.layer.parameters if is_within(parent_of(name), entries)}
         for owner in sorted({parent_of(name) for name in names if self._is_weight(name)}):

@@ -25,17 +25,9 @@ from shardwise.tiny.inputs import clone_batch
 
 # Functions that contract the last dim of an activation with a parameter: (position of the activation, of the weight).
 _PRODUCTS = {
-    F.linear: (0, 1),
-    torch.matmul: (0, 1),
-    Tensor.matmul: (0, 1),
-    Tensor.__matmul__: (0, 1),
+    **dict.fromkeys((F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, torch.bmm), (0, 1)),
+    **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), (1, 2)),
     Tensor.__rmatmul__: (1, 0),
-    torch.mm: (0, 1),
-    torch.bmm: (0, 1),
-    torch.addmm: (1, 2),
-    torch.baddbmm: (1, 2),
-    Tensor.baddbmm: (1, 2),
-    Tensor.addmm: (1, 2),
 }
 
 
@@ -57,18 +49,13 @@ class Use:
 
 @dataclass(eq=False)
 class ModuleCall:
-    """One call of a module inside a layer: its inputs as graph nodes, and by argument names.
-
-    Attributes:
-        tensors: all tensor arguments by name, including integer ones.
-        carried: names of arguments that an earlier layer returned.
-    """
+    """One call of a module inside a layer: its inputs as graph nodes, and by argument names."""
 
     fqn: str
     inputs: list[Tensor] = field(default_factory=list)
     named: dict[str, Tensor] = field(default_factory=dict)
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    carried: frozenset[str] = frozenset()
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # all arguments by name, including integer ones
+    carried: frozenset[str] = frozenset()  # names of arguments that an earlier layer returned
     outputs: list[Tensor] = field(default_factory=list)
 
 
@@ -78,7 +65,6 @@ class Layer:
 
     Attributes:
         outputs: returned tensors that are used later.
-        uses: its products with parameters.
         parameters: all parameters inside the layer, by their names there; tied ones appear in each of their layers.
         size_constraints: sizes that integer attributes gave to operations, if watched thoroughly.
         with_zeroed_outputs: the same layer with its row products at zero, if needed.
@@ -146,10 +132,7 @@ class _Watcher(TorchFunctionMode):
                 layer.parameters[name] = parameter
 
     def forget_unused(self) -> None:
-        """Drops layer outputs that no layer of the stack uses, such as attention maps.
-
-        The hidden states come first and are kept.
-        """
+        """Drops layer outputs that no layer of the stack uses, such as attention maps. Hidden states come first."""
         used: dict[str, set[int]] = {}
         for layer in self.layers.values():
             positions = {at for at, out in enumerate(layer.outputs) if id(out) in self.consumed}
@@ -225,16 +208,13 @@ class _Watcher(TorchFunctionMode):
         """Context manager: layers start detached, and module calls are recorded."""
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
-                formula, hooks = norm_formula(module), []
                 if is_within(name, self.layers):
                     enter, leave = as_hook(self._enter, name), as_hook(self._leave, name)
-                    hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-                    hooks.append(module.register_forward_hook(leave))
-                if formula is not None:
+                    stack.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+                    stack.enter_context(module.register_forward_hook(leave))
+                if (formula := norm_formula(module)) is not None:
                     compute = as_hook(_compute_elementwise, formula)
-                    hooks.append(module.register_forward_hook(compute, with_kwargs=True))
-                for hook in hooks:
-                    stack.callback(hook.remove)
+                    stack.enter_context(module.register_forward_hook(compute, with_kwargs=True))
             yield
 
     def _enter(self, fqn: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -280,10 +260,7 @@ def _tensors(names: Sequence[str], args: Any, kwargs: Any) -> dict[str, Tensor]:
 
 
 def _compute_elementwise(formula: NormFormula, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
-    """A norm's output with constant statistics, so that each feature depends only on the same input feature.
-
-    A norm over split features shares its statistics between ranks. Only the elementwise part decides its split.
-    """
+    """A norm's output with constant statistics, which ranks share: each feature depends on one input feature alone."""
     values = [*args, *kwargs.values()]
     gate = values[1] if len(values) > 1 else None
 

@@ -7,6 +7,7 @@ formula through arithmetic into the shapes of operations. The influence of each 
 value of the formula on a rank. The attributes to divide are those that solve all these equations.
 """
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,15 +27,10 @@ _Formula = Callable[[Mapping[str, Fraction]], Fraction]
 
 
 class TracedInt(int):
-    """An integer that carries the formula by which it was computed.
+    """An integer that carries the formula by which it was computed."""
 
-    Attributes:
-        names: FQNs of the attributes in the formula.
-        formula: the value as a function of a rank's part of every attribute.
-    """
-
-    names: frozenset[str]
-    formula: _Formula
+    names: frozenset[str]  # FQNs of the attributes in the formula
+    formula: _Formula  # the value as a function of a rank's part of every attribute
 
     @classmethod
     def of(cls, name: str, value: int) -> "TracedInt":
@@ -47,41 +43,32 @@ class TracedInt(int):
         number.names, number.formula = names, formula
         return number
 
-    def _combine(self, other: Any, compute: Callable[[Any, Any], Any], *, reflected: bool) -> Any:
-        def combined(ours: Any, theirs: Any) -> Any:
-            return compute(theirs, ours) if reflected else compute(ours, theirs)
-
+    def _combine(self, compute: Callable[[Any, Any], Any], other: Any) -> Any:
         plain: Any = int(other) if isinstance(other, TracedInt) else other
-        value = combined(int(self), plain)
+        value = compute(int(self), plain)
         if not isinstance(other, int) or type(value) is not int:
             return value
         mine, theirs = self.formula, other.formula if isinstance(other, TracedInt) else lambda parts: Fraction(plain)
         names = self.names | (other.names if isinstance(other, TracedInt) else frozenset())
-        return TracedInt._build(value, names, lambda parts: Fraction(combined(mine(parts), theirs(parts))))
-
-
-def _computing(compute: Callable[[Any, Any], Any], *, reflected: bool) -> Callable[[TracedInt, Any], Any]:
-    return lambda number, other: number._combine(other, compute, reflected=reflected)
+        return TracedInt._build(value, names, lambda parts: Fraction(compute(mine(parts), theirs(parts))))
 
 
 for _name, _compute in {
     "mul": operator.mul,
     "add": operator.add,
     "sub": operator.sub,
+    "rmul": operator.mul,
+    "radd": operator.add,
+    "rsub": lambda a, b: b - a,
     "floordiv": lambda a, b: a // b if b else 0,
+    "rfloordiv": lambda a, b: b // a if a else 0,
 }.items():
-    setattr(TracedInt, f"__{_name}__", _computing(_compute, reflected=False))
-    setattr(TracedInt, f"__r{_name}__", _computing(_compute, reflected=True))
+    setattr(TracedInt, f"__{_name}__", functools.partialmethod(TracedInt._combine, _compute))
 
 
 @dataclass(eq=False)
 class SizeConstraint:
-    """One dim whose size a traced integer gave to an operation.
-
-    Attributes:
-        out: the result of the operation.
-        dim: the dim of `out`.
-    """
+    """One dim of an operation's result, to which a traced integer gave its size."""
 
     size: TracedInt
     out: Tensor
@@ -104,13 +91,14 @@ def traced_integers(model: nn.Module, layers: Sequence[str]) -> Iterator[None]:
         for name, module in model.named_modules():
             if not is_within(name, layers):
                 continue
-            values = counts_of(module)
-            for own in [own for own in values if not own.startswith("config.")]:
-                before.append((module, own, getattr(module, own)))
-                setattr(module, own, TracedInt.of(f"{name}.{own}", values[own]))
-            configured = {
-                own[7:]: TracedInt.of(f"{name}.{own}", values[own]) for own in values if own.startswith("config.")
-            }
+            configured: dict[str, TracedInt] = {}
+            for own, value in counts_of(module).items():
+                traced = TracedInt.of(f"{name}.{own}", value)
+                if own.startswith("config."):
+                    configured[own.removeprefix("config.")] = traced
+                else:
+                    before.append((module, own, getattr(module, own)))
+                    setattr(module, own, traced)
             if configured:
                 before.append((module, "config", module.config))
                 module.config = LocalConfig(module.config, **configured)

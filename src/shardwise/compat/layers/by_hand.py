@@ -25,29 +25,29 @@ from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.estimate.cuts import cut
 from shardwise.lora.inject import guard_wrapper
 from shardwise.mesh import Mesh
-from shardwise.parallel.apply import EDITS, Job, apply_edits, check_unsplit
+from shardwise.parallel.apply import check_unsplit, move_model
 from shardwise.parallel.build import allocate_meta, initialize_meta
 from shardwise.parallel.facts import read_facts
+from shardwise.parallel.fsdp import apply_data_parallelism, check_data_parallelism
 from shardwise.parallel.loading import put_tensor
+from shardwise.parallel.recompute import apply_recomputation, find_recomputed
+from shardwise.parallel.stages import apply_stages, finish_placeholders
 from shardwise.parameters.canonical import local_tensor
-from shardwise.parameters.registry import Registry, is_split, registry_of
+from shardwise.parameters.registry import Registry, attach_registry, is_split, note_parameters, registry_of
 from shardwise.parameters.replicas import find_unequal_replicas
 from shardwise.plan.data_axes import with_data_axes
 from shardwise.plan.decision import ParameterPlan, SplitPlan
-from shardwise.plan.options import FsdpPolicy, ParallelSpec, Pipeline, Recompute, check_kind
+from shardwise.plan.options import FsdpPolicy, Pipeline, Recompute, check_kind
 from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.rule import ParameterRule
 from shardwise.plan.structure import fqn_of
 from shardwise.probe.layer_order import no_stages, no_stages_because, tried_order
-from shardwise.probe.trial import on_cpu, reraise_as
+from shardwise.probe.trial import reraise_as
 from shardwise.runtime.adapter_facts import find_model
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.modes import has_dropout
 from shardwise.tiny.inputs import clone_batch, guess_batches
 from shardwise.tiny.models import fork_all_rng, set_runnable_mode
-
-_EDITS = ("names", "stages", "registry", "device", "recomputation", "data", "absent")
-"""The steps of a model whose modules divide themselves."""
 
 
 def build_in_turns(
@@ -132,9 +132,18 @@ def adopt_model(
     if policy is not None:
         plan = with_data_axes(plan, facts, mesh.shape, stages)
     registry = Registry(mesh=mesh, plan=plan, context=SplitContext.of(mesh), tied=plan.tied, local_state=True)
-    spec = ParallelSpec(recompute=recompute or Recompute(), fsdp=policy or FsdpPolicy())
-    edits = [edit for edit in EDITS if edit.name in _EDITS and (edit.name != "data" or policy is not None)]
-    apply_edits(Job(model=model, registry=registry, spec=spec), edits)
+    recompute = recompute or Recompute()
+    recomputed = find_recomputed(model, plan.stacks, recompute)
+    if policy is not None:
+        check_data_parallelism(model, policy, mesh)
+    note_parameters(model, registry)
+    apply_stages(model, registry)
+    attach_registry(model, registry)
+    move_model(model, mesh.device)
+    apply_recomputation(model, registry, recompute, recomputed)
+    if policy is not None:
+        apply_data_parallelism(model, registry, policy)
+    finish_placeholders(registry, compute_dtype=None)
     complete_split(model, registry)
     guard_wrapper(given, registry)
     for module in model.modules():
@@ -210,7 +219,7 @@ def layer_order_by_hand(model: nn.Module, mesh: Mesh, *, layers: Collection[str]
         fork_all_rng(),
         torch.enable_grad(),
     ):
-        own = on_cpu(copy.deepcopy(model))
+        own = move_model(copy.deepcopy(model), "cpu")
         batch = _taken_batch(own)
         set_runnable_mode(own, batch)
         return tried_order(own, batch, layers=layers, drops=has_dropout(model))
