@@ -5,7 +5,6 @@ Head counts are read from each attention module, so layers may differ in heads.
 
 import functools
 import inspect
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, TypeGuard
 
@@ -46,10 +45,7 @@ _HEAD_DIM_NAMES = ("head_dim", "head_size", "attention_head_size", "qk_head_dim"
 
 
 def read_facts(model: nn.Module) -> ModelFacts:
-    """Facts about `model`; adapted modules have the names of the base (see [Note: the base's plan]).
-
-    Reads only shapes and attributes, so meta models suffice.
-    """
+    """Facts about `model`, which may be meta; adapted modules have the base's names (see [Note: the base's plan])."""
     canonical: dict[int, str] = {}
     tied: dict[str, str] = {}
     modules: dict[str, ModuleFacts] = {}
@@ -166,8 +162,7 @@ def _heads(module: nn.Module) -> Heads | None:
 def counts_of(module: nn.Module, config_counts: dict[tuple[type, int], dict[str, int]] | None = None) -> dict[str, int]:
     """The module's integer attributes, and as `config.NAME` the integers of its config that its methods mention.
 
-    Args:
-        config_counts: cache of values found in configs, which are slow to read and equal for all modules of a class.
+    `config_counts` caches values of configs, which are slow to read and equal for all modules of a class.
     """
     if type(module).__module__.startswith("torch.") or _kind(module) != "other":
         return {}
@@ -180,16 +175,11 @@ def counts_of(module: nn.Module, config_counts: dict[tuple[type, int], dict[str,
     known = {} if config_counts is None else config_counts
     key = own_class, id(config)
     if key not in known:
-        values = {name: _read(config, name) for name in sorted(_known_to(config, read))}
+        held = {*dir(config), *getattr(config, "attribute_map", ())}  # asking transformers' configs for others is slow
+        asked = read if hasattr(type(config), "__getattr__") else held.intersection(read)
+        values = {name: _read(config, name) for name in sorted(asked)}
         known[key] = {name: value for name, value in values.items() if _is_count(value, least=2)}
     return found | {f"config.{name}": value for name, value in known[key].items() if name not in found}
-
-
-def _known_to(config: Any, names: Iterable[str]) -> Iterable[str]:
-    """Those of `names` that the config has. Asking a transformers config for other names is slow."""
-    if hasattr(type(config), "__getattr__"):
-        return names
-    return {*dir(config), *getattr(config, "attribute_map", ())}.intersection(names)
 
 
 def _read(owner: object, name: str) -> object:

@@ -145,17 +145,11 @@ _MOST_NAMES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Allowed:
-    """Allowed differences between a checkpoint and the model.
+    """Allowed differences between a checkpoint and the model."""
 
-    Attributes:
-        missing: patterns of parameters that are initialized if the checkpoint lacks them.
-        unused: patterns of the checkpoint's tensors that may belong to layers the model does not have.
-        mismatched: whether parameters with another shape in the checkpoint are initialized.
-    """
-
-    missing: Sequence[str] = ()
-    unused: Sequence[str] = ()
-    mismatched: bool = False
+    missing: Sequence[str] = ()  # patterns of parameters that are initialized if the checkpoint lacks them
+    unused: Sequence[str] = ()  # patterns of the checkpoint's tensors of layers that the model does not have
+    mismatched: bool = False  # whether parameters with another shape in the checkpoint are initialized
 
     @classmethod
     def pop(cls, options: dict[str, Any]) -> "Allowed":

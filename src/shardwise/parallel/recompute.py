@@ -4,8 +4,7 @@
 A recomputed module checkpoints its own forward. Hooks on the module itself, such as FSDP2's gathering and the edges of
 sequence parallelism, are not repeated: FSDP2 has already gathered the unit in backward. Everything inside is repeated,
 including collectives of tensor parallelism (the modes "selective" and "alternate" keep their results). Random numbers
-come from the restored state, so dropout is the same. Caches of keys would grow twice, so training forwards build none
-(see `caches.py`).
+come from the restored state, so dropout is the same. Caches of keys would grow twice, so training forwards build none.
 """
 
 import functools

@@ -131,20 +131,13 @@ _REASON = 200  # letters of an error that are kept
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Result of trying a plan.
+    """Result of trying a plan."""
 
-    Attributes:
-        passed: whether loss and every gradient equal the full model's.
-        module: FQN of the innermost module that was running at the failure; "" if there was none.
-        lacks_stack: whether there was no list of layers along which to split the sequence.
-        num_collectives: in one rank's forward and backward, if it passed.
-    """
-
-    passed: bool
+    passed: bool  # whether loss and every gradient equal the full model's
     reason: str = ""
-    module: str = ""
-    lacks_stack: bool = False
-    num_collectives: int = 0
+    module: str = ""  # the innermost one that was running at the failure
+    lacks_stack: bool = False  # whether there was no list of layers along which to split the sequence
+    num_collectives: int = 0  # in one rank's forward and backward, if it passed
 
 
 class SimulatedMesh(Mesh):

@@ -109,21 +109,15 @@ class RequiredIndices:
 
 @dataclass(eq=False)
 class RowProduct:
-    """A product at which a region ends, and what each rank needs for its run of input features.
-
-    Attributes:
-        parameter: FQN of the weight whose input features are split along `input_dim`.
-        required_indices: for every parameter of the layer that can be split for this product, what each rank needs.
-        reenters: whether a later row product of the same region depends on the sum.
-    """
+    """A product at which a region ends, and what each rank needs for its run of input features."""
 
     layer: str
-    parameter: str
+    parameter: str  # the weight whose input features are split along `input_dim`
     module: str
     input_dim: int
     features: int
-    required_indices: dict[str, RequiredIndices]
-    reenters: bool = False
+    required_indices: dict[str, RequiredIndices]  # of every parameter of the layer that can be split for this product
+    reenters: bool = False  # whether a later row product of the same region depends on the sum
 
 
 def find_row_products(

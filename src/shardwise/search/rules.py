@@ -134,18 +134,12 @@ _LARGE = 0.02  # from which part of its layer's elements a linear outside of all
 
 @dataclass(eq=False)
 class Block:
-    """One region of one layer, ready to be tried.
-
-    Attributes:
-        plans: candidate plans, best guess first; the last may gather what others leave split.
-        parameters: FQNs of the parameters that it splits.
-        key: names its kind: the row products within the layer.
-    """
+    """One region of one layer, ready to be tried."""
 
     layer: str
-    plans: tuple[Plan, ...]
-    parameters: frozenset[str]
-    key: tuple[str, ...]
+    plans: tuple[Plan, ...]  # to try, best guess first; the last may gather what others leave split
+    parameters: frozenset[str]  # that it splits
+    key: tuple[str, ...]  # names its kind: the row products within the layer
 
 
 def find_blocks(
@@ -169,10 +163,7 @@ def _block(layer: str, plans: Iterable[Plan], parameters: Iterable[str], named_a
 
 
 def _rest(model: nn.Module, facts: ModelFacts, layer: str, blocks: Sequence[Block], num_parts: int) -> Block | None:
-    """The large linears of a layer that are in no block, with gathered outputs.
-
-    If a layer runs inside its own autograd function, its graph shows nothing, and these are all.
-    """
+    """The large linears of a layer that are in no block, with gathered outputs: all, if its graph shows nothing."""
     own = [block for block in blocks if block.layer == layer]
     regions = (rule for block in own for rule in block.plans[0].section(RegionRule))
     entries = [rule.pattern for rule in regions if rule.style in ("region", "region_output")]

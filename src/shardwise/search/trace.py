@@ -33,18 +33,13 @@ _PRODUCTS = {
 
 @dataclass(eq=False)
 class Use:
-    """One product of an activation with a parameter.
-
-    Attributes:
-        x: the activation, in the layer's graph.
-        input_dim: the contracted dim of the parameter.
-    """
+    """One product of an activation with a parameter."""
 
     parameter: str
-    module: str
-    x: Tensor
+    module: str  # that runs
+    x: Tensor  # the activation, in the layer's graph
     out: Tensor
-    input_dim: int
+    input_dim: int  # the contracted dim of the parameter
 
 
 @dataclass(eq=False)
@@ -61,22 +56,15 @@ class ModuleCall:
 
 @dataclass(eq=False)
 class Layer:
-    """Record of one layer's run.
-
-    Attributes:
-        outputs: returned tensors that are used later.
-        parameters: all parameters inside the layer, by their names there; tied ones appear in each of their layers.
-        size_constraints: sizes that integer attributes gave to operations, if watched thoroughly.
-        with_zeroed_outputs: the same layer with its row products at zero, if needed.
-    """
+    """Record of one layer's run."""
 
     fqn: str
-    outputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)  # returned tensors that are used later
     uses: list[Use] = field(default_factory=list)
     calls: list[ModuleCall] = field(default_factory=list)
-    parameters: dict[str, Tensor] = field(default_factory=dict)
-    size_constraints: list[SizeConstraint] = field(default_factory=list)
-    with_zeroed_outputs: "Layer | None" = None
+    parameters: dict[str, Tensor] = field(default_factory=dict)  # by their names in the layer; tied ones in each
+    size_constraints: list[SizeConstraint] = field(default_factory=list)  # if watched thoroughly
+    with_zeroed_outputs: "Layer | None" = None  # the same layer with its row products at zero, if needed
 
 
 def watch(
