@@ -15,7 +15,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.errors import PlanError, UnsupportedError
-from shardwise.parallel.declared_plans import vocabulary_plan
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.resolve import resolve
 from shardwise.plan.rule import UNREACHED, ParameterRule, RegionRule, Rule
@@ -285,13 +284,9 @@ class _Search:
     def _first_that_passes(self, alike: Sequence[Block]) -> Plan:
         """The rules of blocks of one kind with the first guess that passes; none if no guess does."""
         plans = [[plan for plan in block.plans if self._is_usable(plan)] for block in alike]
-        reason = ""
-        tried: set[Plan] = set()
-        for index in range(max(map(len, plans)) if all(plans) else 0):
-            together = functools.reduce(operator.or_, (guesses[min(index, len(guesses) - 1)] for guesses in plans))
-            if together in tried:
-                continue
-            tried.add(together)
+        reason, num_guesses = "", max(map(len, plans)) if all(plans) else 0
+        guesses = ([own[min(index, len(own) - 1)] for own in plans] for index in range(num_guesses))
+        for together in dict.fromkeys(functools.reduce(operator.or_, guess) for guess in guesses):
             verdict = self._try(together)
             if verdict.passed:
                 return together
@@ -319,3 +314,14 @@ def _eager(tiny: PreTrainedModel) -> nn.Module:
 def _gathers(split: SplitPlan) -> bool:
     """Whether linears of a plan gather outputs or split full inputs, which blocks with columns and rows do not need."""
     return any(region.edge == "gather" for region in split.regions) or "rowwise_split_input" in split.modules.values()
+
+
+def vocabulary_plan(facts: ModelFacts) -> Plan:
+    """Plan that splits input and output embeddings by vocabulary. Declared plans often omit these large weights."""
+    reason = "embeddings split by vocabulary, of any size"
+    rules = []
+    if facts.embedding and facts.modules[facts.embedding].kind == "embedding":
+        rules.append(ParameterRule(facts.embedding, "embedding_rowwise", source="structure", reason=reason))
+    if facts.head and facts.modules[facts.head].kind == "linear":
+        rules.append(ParameterRule(facts.head, "colwise_gather_output", source="structure", reason=reason))
+    return Plan(tuple(rules))
