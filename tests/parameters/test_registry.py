@@ -16,12 +16,13 @@ from shardwise.api.describing import fake_mesh
 from shardwise.comm.simulated import run_ranks
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.parallel.apply import apply_plan
-from shardwise.parallel.declared_plans import declared_plan, vocabulary_plan
 from shardwise.parallel.facts import decide_split, read_facts
 from shardwise.parameters.canonical import local_tensor
 from shardwise.parameters.registry import entry_of, find_parameters, is_split, named_entries, registry_of
 from shardwise.plan.options import ParallelSpec
 from shardwise.probe.trial import SimulatedMesh
+from shardwise.search.deriving import vocabulary_plan
+from shardwise.search.planning import declared_plan
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.placement import Split
 from shardwise.topology.shape import MeshShape

@@ -12,12 +12,11 @@ from tests.families import tiny_model
 
 @pytest.mark.single
 def test_a_small_model_is_tried_on_the_cpu(monkeypatch):
-    moved = []
+    moved, model = [], tiny_model("llama")
     to = nn.Module.to
-    monkeypatch.setattr(nn.Module, "to", lambda module, *where: moved.append(where) or to(module, *where))
-    model = tiny_model("llama")
+    monkeypatch.setattr(nn.Module, "to", lambda module, device: moved.append((module, device)) or to(module, device))
     tiny = build_tried_model(model)
-    assert ("cpu",) in moved and tiny is not model
+    assert moved == [(tiny, "cpu")] and tiny is not model
 
 
 @pytest.mark.device

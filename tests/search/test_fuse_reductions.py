@@ -12,13 +12,14 @@ from bench.sweep.known import default_config, model_class
 from shardwise.comm.simulated import run_ranks
 from shardwise.errors import LayoutError
 from shardwise.parallel.apply import apply_plan
-from shardwise.parallel.declared_plans import declared_plan, vocabulary_plan
 from shardwise.parallel.facts import decide_split, read_facts
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
 from shardwise.probe.trial import SimulatedMesh, Trial
 from shardwise.runtime.forward_state import Entered
+from shardwise.search.deriving import vocabulary_plan
+from shardwise.search.planning import declared_plan
 from shardwise.tiny.models import build_tiny_model, make_batch, set_runnable_mode, shrink_config
 from tests.families import FULL_PRODUCT, derive_plan
 

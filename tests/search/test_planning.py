@@ -16,7 +16,6 @@ from transformers.modeling_outputs import CausalLMOutput
 import shardwise
 from bench.sweep.known import default_config, model_class
 from shardwise.errors import PlanError
-from shardwise.parallel.declared_plans import declared_plan
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.resolve import rules_without_names
@@ -25,7 +24,7 @@ from shardwise.probe.disk_cache import cache_path
 from shardwise.proof.parity import measure
 from shardwise.ranks.spawn import spawn
 from shardwise.search import planning
-from shardwise.search.planning import plan_for
+from shardwise.search.planning import declared_plan, plan_for
 from shardwise.tiny.models import build_tiny_model, shrink_config
 from tests.families import tiny_model
 

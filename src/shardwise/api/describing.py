@@ -24,15 +24,9 @@ from shardwise.mesh import Mesh
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.gradients import gradients_of, track_gradients
 from shardwise.optim.steps import stepping_class
-from shardwise.parallel.activation_memory import (
-    FakeTensorCorrections,
-    MemoryCount,
-    PeakCount,
-    fake_tensors,
-    materialize_fake,
-)
+from shardwise.parallel.activation_memory import FakeTensorCorrections, MemoryCount, PeakCount, fake_tensors
 from shardwise.parallel.apply import apply_plan
-from shardwise.parallel.build import build_meta_model, num_positions, read_config
+from shardwise.parallel.build import allocate_meta, build_meta_model, num_positions, read_config
 from shardwise.parameters.registry import registry_of
 from shardwise.plan.decision import Explanation, SplitPlan
 from shardwise.plan.options import ParallelSpec
@@ -102,7 +96,7 @@ class Rehearsal:
         # Only the devices themselves have symmetric memory.
         spec = replace(self.spec, fsdp=replace(self.spec.fsdp, symmetric_memory=False))
         with fake_mesh(self.shape, rank=rank) as mesh, fake_tensors():
-            materialize_fake(model)
+            allocate_meta(model)
             registry = apply_plan(model, mesh, plan, spec)
             registry.context.has_dropout = False  # which stream draws a mask changes no shape, and seeds are values
             with unset_fake_temporarily():

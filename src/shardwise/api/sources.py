@@ -25,6 +25,7 @@ from shardwise.parallel.build import (
     Construction,
     as_dtype,
     build_meta_model,
+    has_meta,
     named_class,
     read_config,
     read_generation_config,
@@ -260,7 +261,7 @@ def fill_later(
 def _source_of(model: Any) -> WeightSource | None:
     """Source of the model's meta tensors; None if it has none."""
     own: WeightSource | None = model.__dict__.get(SOURCE)
-    if not any(value.is_meta for value in (*model.parameters(), *model.buffers())):
+    if not has_meta(model):
         return None
     parts = [name for name, module in model.named_modules() if module is not model and SOURCE in module.__dict__]
     if parts or not isinstance(model, PreTrainedModel):

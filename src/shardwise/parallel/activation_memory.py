@@ -46,22 +46,6 @@ class FakeTensorCorrections(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def materialize_fake(model: nn.Module) -> nn.Module:
-    """Replaces every meta tensor of `model` by a fake CPU tensor, in place. Shared tensors stay shared."""
-    made: dict[Tensor, Tensor] = {}
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, value in held.items():
-                if value is None or not value.is_meta:
-                    continue
-                if value not in made:
-                    empty = torch.empty(value.shape, dtype=value.dtype, device="cpu")
-                    is_parameter = held is module._parameters
-                    made[value] = nn.Parameter(empty, requires_grad=value.requires_grad) if is_parameter else empty
-                held[name] = made[value]  # type: ignore[assignment]
-    return model
-
-
 _FORETELL = getattr(getattr(ShardingPropagator, "_propagate_tensor_meta_non_cached", None), "__code__", None)
 
 _Storages = weakref.WeakValueDictionary[int, torch.UntypedStorage]
@@ -139,7 +123,7 @@ class PeakCount(_Count):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.peak_bytes = 0
-        self._sizes: dict[int, int] = {}  # of what lived at the last sum, and of what was made or has grown since
+        self._sizes: dict[int, int] = {}  # of what lived when it was summed last, and was made or has grown since
         self._most = 0  # their sum: what lives, or more
 
     def _see(self, func: Any, args: Any, given: Mapping[int, torch.UntypedStorage], result: Any) -> None:

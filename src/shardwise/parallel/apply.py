@@ -79,7 +79,8 @@ def apply_precision(model: nn.Module, registry: Registry, precision: Precision |
     registry.precision = precision
     if precision is None:
         return
-    _narrow_frozen(model, registry, getattr(torch, precision.compute))
+    dtype = getattr(torch, precision.compute)
+    _narrow_frozen(model, registry, dtype)
     if precision.params == precision.compute == "bfloat16":
         warnings.warn(
             f"parameters are kept in {precision.params}: updates smaller than 1/256 of a weight are lost to rounding, "
@@ -88,7 +89,6 @@ def apply_precision(model: nn.Module, registry: Registry, precision: Precision |
         )
     if precision.compute == precision.params:
         return
-    dtype = getattr(torch, precision.compute)
     registry.casting = casting = Casting(dtype)
     if registry.mesh.data_size > 1:
         _cast_what_is_kept_in_full(model, registry, casting)
@@ -138,9 +138,7 @@ def apply_plan(
     """
     context = SplitContext.of(mesh, has_dropout=has_dropout(model))
     registry = Registry(mesh=mesh, plan=plan, context=context, tied=plan.tied)
-    is_split_over_tp = plan.num_parts > 1
-    if is_split_over_tp:
-        check_tensor_parallelism(model, plan)
+    check_tensor_parallelism(model, plan)
     recomputed = find_recomputed(model, plan.stacks, spec.recompute)
     check_compilation(spec.compilation, context)
     check_data_parallelism(model, spec.fsdp, mesh)
@@ -149,11 +147,11 @@ def apply_plan(
     apply_stages(model, registry)
     # Then from the inside out. Modules change by the shapes of the parameters that they have by then.
     split_parameters(model, registry)
-    if is_split_over_tp:
+    if plan.num_parts > 1:
         apply_tensor_parallelism(model, registry)
         apply_sequence_parallelism(model, registry)
-    # FSDP2 keeps the head's weight gathered until backward, but not in pipelines, nor with user-defined units.
     if (plan.pipeline is None and spec.fsdp.units is None) or mesh.size("fsdp") == 1:
+        # The head's weight stays gathered until backward.
         head = output_head(find_model(model))
         apply_deferral(head, context, _most_classes(head, context))
     apply_adapters(model, registry)
@@ -173,7 +171,7 @@ def apply_plan(
     # FSDP2 gathers a unit before anything in it runs, or runs again.
     apply_data_parallelism(model, registry, spec.fsdp)
     compute_dtype = dtype if spec.precision is None else getattr(torch, spec.precision.compute)
-    finish_placeholders(registry, compute_dtype=compute_dtype)
+    finish_placeholders(registry, compute_dtype)
     return registry
 
 

@@ -11,10 +11,8 @@ lead to it are replayed on the CPU.
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -27,11 +25,8 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from shardwise.errors import ConfigError, LoadError, UnsupportedError, one_line
 from shardwise.weights.locate import HUB_OPTIONS, check_no_checkpoint, locate_source
 
-_FROM_DATA = (torch.tensor, torch.as_tensor)  # copy data to the meta device without a trace below Python
 
-
-@dataclass(frozen=True)
-class _Operation:
+class _Operation(NamedTuple):
     """One recorded call that made or changed tensors. `written`: ids of the storages that it wrote."""
 
     function: Callable[..., Any]
@@ -41,20 +36,28 @@ class _Operation:
     written: frozenset[int]
 
 
-class Construction:
+class Construction(TorchDispatchMode):
     """Context manager that records the operations on tensors inside, and keeps the (meta) tensors alive."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._operations: list[_Operation] = []
-        self._modes = ExitStack()
+        self._from_data = _DataRecorder(self._record)
 
     def __enter__(self) -> "Construction":
-        self._modes.enter_context(_DataRecorder(self._record))
-        self._modes.enter_context(_OperationRecorder(self._record))
+        self._from_data.__enter__()
+        super().__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._modes.close()
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._from_data.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and "empty" not in func.__name__:  # neither gives a tensor any value
+            self._record(func, args, kwargs or {}, out)
+        return out
 
     def _record(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         written = frozenset(map(_storage, _tensors(out)))
@@ -80,25 +83,15 @@ class Construction:
 
 
 class _DataRecorder(TorchFunctionMode):
+    """Records the functions that leave no trace below Python when they copy data to the meta device."""
+
     def __init__(self, record: Callable[..., None]) -> None:
         super().__init__()
         self._record = record
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in _FROM_DATA:
-            self._record(func, args, kwargs or {}, out)
-        return out
-
-
-class _OperationRecorder(TorchDispatchMode):
-    def __init__(self, record: Callable[..., None]) -> None:
-        super().__init__()
-        self._record = record
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not func.is_view and "empty" not in func.__name__:  # neither gives a tensor any value
+        if func in (torch.tensor, torch.as_tensor):
             self._record(func, args, kwargs or {}, out)
         return out
 
@@ -111,17 +104,18 @@ class _Replay:
 
     def run(self, operation: _Operation) -> None:
         """Runs one operation. The operations that made its inputs must have run."""
-        args, kwargs = tree_map(self._argument, (operation.args, operation.kwargs))
+
+        def real(value: Any) -> Any:
+            is_recorded = isinstance(value, Tensor) and (value.is_meta or _storage(value) in self._storages)
+            return self.real(value) if is_recorded else value
+
+        args, kwargs = tree_map(real, (operation.args, operation.kwargs))
         if kwargs.get("device") is not None:
             kwargs["device"] = "cpu"
         found = operation.function(*args, **kwargs)
         for recorded, value in zip(_tensors(operation.out), _tensors(found), strict=True):
             if _storage(recorded) not in self._storages:
                 self.real(recorded).copy_(value)
-
-    def _argument(self, value: Any) -> Any:
-        is_recorded = isinstance(value, Tensor) and (value.is_meta or _storage(value) in self._storages)
-        return self.real(value) if is_recorded else value
 
     def real(self, recorded: Tensor) -> Tensor:
         """The real tensor for a recorded one: a view of a real storage that starts as NaN."""
@@ -147,7 +141,7 @@ def initialize_meta(model: nn.Module) -> None:
 
     Draws from torch's default generator, which must be seeded alike on every rank.
     """
-    if not any(value.is_meta for value in (*model.parameters(), *model.buffers())):
+    if not has_meta(model):
         return
     if isinstance(model, PreTrainedModel):
         fresh = dict(type(model)(copy.deepcopy(model.config)).to(model.dtype).named_modules())
@@ -155,7 +149,7 @@ def initialize_meta(model: nn.Module) -> None:
             other = fresh.get(name)
             if other is not None and type(other) is type(module):  # else a parallel layer has taken its place
                 _take_values(module, other)
-    holding = [(name, module) for name, module in model.named_modules() if _has_meta(module)]
+    holding = [(name, module) for name, module in model.named_modules() if has_meta(module, recurse=False)]
     unable = [name for name, module in holding if not callable(getattr(module, "reset_parameters", None))]
     if unable:
         raise UnsupportedError(
@@ -179,24 +173,25 @@ def _take_values(module: nn.Module, fresh: nn.Module) -> None:
 def allocate_meta(model: nn.Module, device: torch.device | str = "cpu") -> None:
     """Allocates meta parameters and buffers with undefined values, in place. Real tensors stay.
 
-    Unlike `Module.to_empty`, shared parameters stay shared, and parameters keep their attributes.
+    Unlike `Module.to_empty`, shared tensors stay shared, and parameters keep their attributes.
     """
-    new: dict[int, nn.Parameter] = {}
+    made: dict[Tensor, Tensor] = {}
     for module in list(model.modules()):
-        for name, value in module._parameters.items():
-            if value is not None and value.is_meta:
-                if id(value) not in new:
-                    new[id(value)] = nn.Parameter(torch.empty_like(value, device=device), value.requires_grad)
-                    new[id(value)].__dict__.update(vars(value))
-                module._parameters[name] = new[id(value)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+        for held in (module._parameters, module._buffers):
+            for name, value in held.items():
+                if value is None or not value.is_meta:
+                    continue
+                if value not in made:
+                    made[value] = torch.empty_like(value, device=device)
+                    if isinstance(value, nn.Parameter):
+                        made[value] = nn.Parameter(made[value], value.requires_grad)
+                        made[value].__dict__.update(vars(value))
+                held[name] = made[value]  # type: ignore[assignment]
 
 
-def _has_meta(module: nn.Module) -> bool:
-    own = (*module._parameters.values(), *module._buffers.values())
-    return any(value is not None and value.is_meta for value in own)
+def has_meta(module: nn.Module, *, recurse: bool = True) -> bool:
+    """Whether a module holds meta tensors."""
+    return any(value.is_meta for value in (*module.parameters(recurse), *module.buffers(recurse)))
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -212,8 +207,7 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 def read_config(
     source: str | os.PathLike[str] | Mapping[str, Any], options: Mapping[str, Any], config_class: Any = AutoConfig
 ) -> tuple[PreTrainedConfig, dict[str, Any]]:
-    """Reads the config at `source` and applies the config values among `options`. Returns the config and the other
-    options.
+    """Reads a config and applies the config values among `options`. Returns the config and the other options.
 
     Args:
         source: a directory with a config.json, a .json file, a hub id, or the values themselves.
@@ -221,33 +215,26 @@ def read_config(
     """
     where = _config_place(options)
     rest = {name: value for name, value in options.items() if name not in HUB_OPTIONS}
-    if isinstance(source, Mapping):
-        with _reading("config values"):
-            return AutoConfig.for_model(**source), rest
-    if not os.path.isfile(source):  # noqa: PTH113 - pathlib raises: a name too long
+    if not isinstance(source, Mapping) and not os.path.isfile(source):  # noqa: PTH113 - pathlib raises: a name too long
         locate_source(source, **{name: value for name, value in where.items() if name != "subfolder"})
         check_no_checkpoint(source)
-    with _reading(f"config {os.fspath(source)!r}"):
-        found: Any = config_class.from_pretrained(os.fspath(source), return_unused_kwargs=True, **where, **rest)
-        return found
-
-
-def _config_place(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that say where a config is. `variant` is none of them: configs have no variants."""
-    return {name: options[name] for name in HUB_OPTIONS if name in options and name != "variant"}
-
-
-@contextmanager
-def _reading(what: str) -> Iterator[None]:
-    """Context manager: converts errors of config classes to a `LoadError` that says what could not be read."""
     try:
-        yield
+        if isinstance(source, Mapping):
+            return AutoConfig.for_model(**source), rest
+        found: Any = config_class.from_pretrained(os.fspath(source), return_unused_kwargs=True, **where, **rest)
     except Exception as error:
+        what = "config values" if isinstance(source, Mapping) else f"config {os.fspath(source)!r}"
         raise LoadError(
             f"transformers cannot read the model {what}",
             why=one_line(error),
             fix="correct it, or point at a directory that save_pretrained wrote",
         ) from error
+    return found
+
+
+def _config_place(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that say where a config is. `variant` is none of them: configs have no variants."""
+    return {name: options[name] for name in HUB_OPTIONS if name in options and name != "variant"}
 
 
 def named_class(config: PreTrainedConfig) -> Any:
@@ -282,7 +269,7 @@ def build_meta_model(
     """Builds an instance of `auto_class` for `config` on the meta device.
 
     Args:
-        auto_class: a transformers auto class or model class; None: `model_class_of` the config.
+        auto_class: None: `model_class_of` the config.
         options: keyword arguments of the model class (`attn_implementation`, …).
     """
     chosen = model_class_of(config) if auto_class is None else auto_class

@@ -171,9 +171,9 @@ def counts_of(module: nn.Module, config_counts: dict[tuple[type, int], dict[str,
     known = {} if config_counts is None else config_counts
     key = own_class, id(config)
     if key not in known:
-        if not hasattr(type(config), "__getattr__"):  # asking a transformers config for names that it lacks is slow
-            names &= {*dir(config), *getattr(config, "attribute_map", ())}
-        values = {name: _read(config, name) for name in sorted(names)}
+        held = {*dir(config), *getattr(config, "attribute_map", ())}  # asking transformers' configs for others is slow
+        asked = read if hasattr(type(config), "__getattr__") else held.intersection(read)
+        values = {name: _read(config, name) for name in sorted(asked)}
         known[key] = {name: value for name, value in values.items() if _is_count(value, least=2)}
     return found | {f"config.{name}": value for name, value in known[key].items() if name not in found}
 

@@ -72,10 +72,7 @@ def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:  # noqa: FBT
 
 
 class StageRoot(nn.Module):
-    """FSDP2 root of one pipeline stage: the stage's units and its other modules. Calling it runs the stage.
-
-    Its `parameters()` are all parameters of the stage, including those outside of FSDP2.
-    """
+    """FSDP2 root of one pipeline stage: the stage's units and its other modules. Calling it runs the stage."""
 
     def __init__(self, model: nn.Module, stage: int, registry: Registry, units: Units) -> None:
         super().__init__()
@@ -86,7 +83,7 @@ class StageRoot(nn.Module):
         self._places = [(model.get_submodule(owner), own) for owner, _, own in places]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:  # noqa: FBT001, FBT002 - torch's
-        """The stage's parameters in their current form."""
+        """The stage's parameters in their current form, including those outside of FSDP2."""
         found = (module._parameters.get(own) for module, own in self._places)
         yield from {id(each): each for each in found if each is not None}.values()
 
@@ -165,11 +162,7 @@ def _shard(unit: Unit, registry: Registry, kept_replicated: set[nn.Parameter], *
 
 
 def _drop_casts(module: nn.Module, args: Any) -> None:
-    """Clears autocast's cache of cast parameters before a forward.
-
-    The cache would reuse the cast of an earlier forward. Its gradient would arrive after FSDP2 has reduced the
-    parameter, and would be lost.
-    """
+    """Clears autocast's cache before a forward: the gradient of an earlier cast would come after FSDP2's reduction."""
     if not torch.compiler.is_compiling():
         torch.clear_autocast_cache()
 
@@ -192,17 +185,17 @@ def _tune(root: nn.Module, units: Units, registry: Registry) -> None:
     layers = set(outermost_layers(plan.stacks))
     roots: dict[tuple[str, ...], Any] = {names: unit[0] for names, unit in units.items()}
     in_stack = [each for names, each in roots.items() if layers.intersection(names)]
+    keeps_last = False
     if policy.zero_stage == 3 and registry.mesh.size("fsdp") > 1:
         embedding = roots.get((plan.embedding or "",))
-        others = [each for each in roots.values() if each not in in_stack and each is not embedding]
-        head = others if policy.units is None else []
-        for unit in head if plan.pipeline is None else ():  # backward follows forward at once
-            unit.set_reshard_after_forward(False, recurse=False)
+        if policy.units is None and plan.pipeline is None:
+            for unit in (each for each in roots.values() if each not in in_stack and each is not embedding):
+                unit.set_reshard_after_forward(False, recurse=False)  # the head's: backward follows forward at once
         if embedding is not None and _is_plain_embedding(embedding):
             embedding.set_unshard_in_backward(False)
-    keeps_last = policy.keep_last_block and policy.zero_stage == 3 and registry.mesh.size("fsdp") > 1
-    _tune_order(in_stack, policy, keeps_last=keeps_last and plan.pipeline is None)
-    _follow_order(root, in_stack, policy, keeps_last=keeps_last and plan.pipeline is None)
+        keeps_last = policy.keep_last_block and plan.pipeline is None
+    _tune_order(in_stack, policy, keeps_last=keeps_last)
+    _follow_order(root, in_stack, policy, keeps_last=keeps_last)
     inside = {each for unit in units.values() for module in unit for each in module.modules()}
     inside.update([root.held] if isinstance(root, StageRoot) else ())
     in_units = {name for unit in plan.units for name in unit}
@@ -280,10 +273,11 @@ def check_data_parallelism(model: nn.Module, policy: FsdpPolicy, mesh: Mesh) -> 
         return
     if policy.symmetric_memory and mesh.device.type != "cuda":
         raise UnsupportedError(f"symmetric memory on {mesh.device}", why="it is NCCL's", fix="leave it out on CPUs")
-    for wanted, method in (
-        (policy.separate_reduce_group, "set_separate_reduce_scatter_group"),
-        (policy.symmetric_memory, "set_symm_mem_for_comm"),
-    ):
+    methods = {
+        "set_separate_reduce_scatter_group": policy.separate_reduce_group,
+        "set_symm_mem_for_comm": policy.symmetric_memory,
+    }
+    for method, wanted in methods.items():
         if wanted and not hasattr(FSDPModule, method):
             raise UnsupportedError(
                 f"torch {torch.__version__} has no FSDPModule.{method}", fix="use torch 2.13 or newer"

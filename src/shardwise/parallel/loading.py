@@ -10,7 +10,7 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,10 +73,7 @@ def record_missing(model: PreTrainedModel, construction: Construction, stored: C
 def initialize_missing(
     model: nn.Module, registry: Registry, construction: Construction, unsplit: Mapping[str, Tensor], *, seed: int
 ) -> None:
-    """Gives every tensor that is still on the meta device its initial value, on the mesh's device.
-
-    Communicates: nothing.
-    """
+    """Gives every tensor that is still meta its initial value, on the mesh's device. Communicates nothing."""
     missing: dict[str, list[str]] = {}
     bases = names_in_base(model)  # adapters change no other value
     filled = {registry.tied.get(fqn, fqn) for fqn, value in _named_tensors(model) if not value.is_meta}
@@ -105,10 +102,7 @@ def attributes_of(model: nn.Module) -> dict[str, Tensor]:
 def initialize_attributes(
     model: nn.Module, construction: Construction, unsplit: Mapping[str, Tensor], *, device: torch.device, seed: int
 ) -> None:
-    """Computes the plain tensor attributes that are still on the meta device, such as tables of positions.
-
-    Communicates: nothing.
-    """
+    """Like `initialize_missing`, for the plain tensor attributes that `attributes_of` finds (tables of positions)."""
     for place, own, value in list(_meta_attributes(model)):
         fqn = fqn_of(place.base, own)
         recorded = unsplit.get(fqn, value)  # one that nobody recorded has no value
@@ -146,22 +140,16 @@ def _check_initialized(fqn: str, value: Tensor) -> None:
         )
 
 
-MOST_NAMES = 8
+_MOST_NAMES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allowed:
-    """Allowed differences between a checkpoint and the model.
+    """Allowed differences between a checkpoint and the model."""
 
-    Attributes:
-        missing: patterns of parameters that are initialized if the checkpoint lacks them.
-        unused: patterns of the checkpoint's tensors that may belong to layers the model does not have.
-        mismatched: whether parameters with another shape in the checkpoint are initialized.
-    """
-
-    missing: Sequence[str] = ()
-    unused: Sequence[str] = ()
-    mismatched: bool = False
+    missing: Sequence[str] = ()  # patterns of parameters that are initialized if the checkpoint lacks them
+    unused: Sequence[str] = ()  # patterns of the checkpoint's tensors of layers that the model does not have
+    mismatched: bool = False  # whether parameters with another shape in the checkpoint are initialized
 
     @classmethod
     def pop(cls, options: dict[str, Any]) -> "Allowed":
@@ -174,23 +162,13 @@ class Allowed:
         )
 
 
-def check_coverage(
-    model: PreTrainedModel,
-    resolution: Resolution,
-    *,
-    names: Iterable[str],
-    location: str,
-    allowed: Allowed,
-    is_guess: bool = False,
+def _check_coverage(
+    model: PreTrainedModel, resolution: Resolution, names: Set[str], location: str, allowed: Allowed, *, is_guess: bool
 ) -> None:
-    """Raises one error that lists all tensors of the model that the checkpoint lacks. Logs what `allowed` permits.
+    """Raises one error that lists all tensors that do not fit the model. Logs what `allowed` permits.
 
     Buffers that the checkpoint lacks keep the model's values. Extra tensors of the checkpoint are only logged, as in
     transformers, unless they belong to a layer that the model does not have, or the class is a guess.
-
-    Args:
-        names: every name in the model's state; each tied tensor once.
-        is_guess: whether neither the user nor the checkpoint names the model's class.
     """
     _check_scales(resolution, location)
     parameters = {name: value.dtype for name, value in model.named_parameters(remove_duplicate=False)}
@@ -221,10 +199,9 @@ def check_coverage(
         *_listed("not to be converted", [f"{fqn}: {text.strip().splitlines()[-1]}" for fqn, text in failed.items()]),
     ]
     if faults:
-        wanted = set(names)
-        num_fitting = len((wanted & resolution.tensors.keys()) - strange.keys())
+        num_fitting = len((names & resolution.tensors.keys()) - strange.keys())
         raise LoadError(
-            f"{num_fitting} of {len(wanted)} tensors fit {type(model).__name__}",
+            f"{num_fitting} of {len(names)} tensors fit {type(model).__name__}",
             at=location,
             why="\n".join([*faults, *_listed("others of the checkpoint", resolution.unexpected - set(beyond))]),
             fix="load with the config and the class that the checkpoint was made with (auto_class=, or architectures\n"
@@ -260,16 +237,16 @@ def _listed(what: str, names: Iterable[str]) -> Iterator[str]:
         groups.setdefault(star_numbers(name), []).append(name)
     shown = [f"{starred} ({len(alike)})" if len(alike) > 1 else alike[0] for starred, alike in groups.items()]
     if shown:
-        rest = f" and {len(shown) - MOST_NAMES} more" if len(shown) > MOST_NAMES else ""
-        yield f"{sum(map(len, groups.values()))} {what}: {', '.join(shown[:MOST_NAMES])}{rest}"
+        rest = f" and {len(shown) - _MOST_NAMES} more" if len(shown) > _MOST_NAMES else ""
+        yield f"{sum(map(len, groups.values()))} {what}: {', '.join(shown[:_MOST_NAMES])}{rest}"
 
 
 def _is_beyond(modules: Mapping[str, nn.Module], name: str) -> bool:
     """Whether `name` has an index beyond the end of a module list of the model."""
-    places = ((modules.get(parent_of(each)), each.rpartition(".")[2]) for each in upwards(name))
-    return any(
-        isinstance(owner, nn.ModuleList) and item.isdigit() and int(item) >= len(owner) for owner, item in places
-    )
+    for owner, item in ((modules.get(parent_of(each)), each.rpartition(".")[2]) for each in upwards(name)):
+        if isinstance(owner, nn.ModuleList) and item.isdigit() and int(item) >= len(owner):
+            return True
+    return False
 
 
 def _fits(name: str, patterns: Sequence[str]) -> bool:
@@ -296,8 +273,8 @@ def find_weights(
     """
     state = state_tensors(model)
     resolution = _resolve(model, index, {fqn: tuple(value.shape) for fqn, value in state.items()}, key_mapping)
-    names = {id(value): fqn for fqn, value in state.items()}.values()  # one of each tied tensor
-    check_coverage(model, resolution, names=names, location=index.location, allowed=allowed, is_guess=is_guess)
+    names = set({id(value): fqn for fqn, value in state.items()}.values())  # one of each tied tensor
+    _check_coverage(model, resolution, names, index.location, allowed, is_guess=is_guess)
     return resolution
 
 
@@ -309,13 +286,11 @@ def load_weights(
     *,
     dtype: torch.dtype | None,
 ) -> None:
-    """Fills the parameters and persistent buffers that the checkpoint has; others stay on the meta device.
+    """Fills the parameters and persistent buffers that the checkpoint has; others stay meta. Communicates nothing.
 
     Args:
         resolution: result of `find_weights` before the model was split.
         dtype: dtype of floating-point parameters; None keeps the checkpoint's.
-
-    Communicates: nothing.
     """
     kept = model._get_dtype_plan(dtype) if dtype is not None else {}
     wanted = [fqn for fqn in resolution.tensors if fqn not in registry.tied and registry.holds(fqn)]

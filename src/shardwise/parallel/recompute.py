@@ -4,8 +4,7 @@
 A recomputed module checkpoints its own forward. Hooks on the module itself, such as FSDP2's gathering and the edges of
 sequence parallelism, are not repeated: FSDP2 has already gathered the unit in backward. Everything inside is repeated,
 including collectives of tensor parallelism (the modes "selective" and "alternate" keep their results). Random numbers
-come from the restored state, so dropout is the same. Caches of keys would grow twice, so training forwards build none
-(see `caches.py`).
+come from the restored state, so dropout is the same. Caches of keys would grow twice, so training forwards build none.
 """
 
 import functools
@@ -78,10 +77,7 @@ class Recomputed:
 def apply_recomputation(model: nn.Module, registry: Registry, recompute: Recompute, names: Sequence[str]) -> None:
     """Makes the modules called `names` (`find_recomputed`) recompute their forward in backward, in place.
 
-    transformers' own checkpointing (`gradient_checkpointing_enable`, before or after) also gets the right forward
-    state.
-
-    Communicates: nothing; a recomputed forward repeats its communication.
+    transformers' own checkpointing (`gradient_checkpointing_enable`, before or after) also gets the right state.
     """
     for module in model.modules() if registry.context.tp.size > 1 or registry.casting is not None else ():
         own = vars(module)
@@ -121,10 +117,10 @@ def find_recomputed(model: nn.Module, stacks: Sequence[LayerStack], recompute: R
 
 def _matching(model: nn.Module, patterns: tuple[str, ...]) -> tuple[str, ...]:
     names = [name for name, _ in model.named_modules() if name]
-    for pattern in patterns:
-        if not any(match(pattern, name) for name in names):
-            raise ConfigError(f"Recompute pattern {pattern!r} matches no module of {type(model).__name__}")
     chosen = [name for name in names if any(match(pattern, name) for pattern in patterns)]
+    for pattern in patterns:
+        if not any(match(pattern, name) for name in chosen):
+            raise ConfigError(f"Recompute pattern {pattern!r} matches no module of {type(model).__name__}")
     if inner := set(chosen) - set(outermost(chosen)):
         raise ConfigError(f"{min(inner)} is inside another module that is recomputed", fix="name only one of them")
     return tuple(chosen)

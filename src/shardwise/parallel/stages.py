@@ -36,10 +36,13 @@ def finish_placeholders(registry: Registry, compute_dtype: torch.dtype | None) -
         return
     stages.context = registry.context if mesh.size("tp") > 1 else None
     _note_split_segments(stages, registry)
-    _note_slices(stages, registry)
+    for fqn, (dim, num_heads) in registry.plan.inputs.items():
+        owner, _, argument = fqn.rpartition(".")
+        own = functools.partial(own_slice, dim=dim, num_heads=num_heads, axis=registry.context.tp)
+        stages.sliced.setdefault(stages.model.get_submodule(owner), {})[argument] = own
     names = {id(module): name for name, module in stages.model.named_modules()}
     layers, plan = set(stages.plan.order.calls), registry.plan
-    # Modules whose own code may run with full weights: they receive and return the same tensors split or unsplit.
+    # Modules with the same tensors at their edges split or unsplit: their own code may run with full weights.
     full = {region.fqn for region in plan.regions if region.edge == "gather"}
     full |= {name for name, style in plan.modules.items() if style == "rowwise_split_input"}
     absent = stages.absent | {(module, own): module.__dict__[own] for module, own in stages.foreign}
@@ -55,13 +58,6 @@ def finish_placeholders(registry: Registry, compute_dtype: torch.dtype | None) -
                 fit_sizes(module, new)
         else:
             stages.absent[module, own] = new
-
-
-def _note_slices(stages: Stages, registry: Registry) -> None:
-    for fqn, (dim, num_heads) in registry.plan.inputs.items():
-        owner, _, argument = fqn.rpartition(".")
-        own = functools.partial(own_slice, dim=dim, num_heads=num_heads, axis=registry.context.tp)
-        stages.sliced.setdefault(stages.model.get_submodule(owner), {})[argument] = own
 
 
 def _note_split_segments(stages: Stages, registry: Registry) -> None:

@@ -105,9 +105,9 @@ def _install_outputs(model: nn.Module, plan: SplitPlan, context: SplitContext) -
     around = {stack: nearest(stack, owners) or "" for stack in stacks}
     split_heads = {heads.num_heads for heads, _ in plan.heads.values()}
     for name, module in owners.items():
-        layers = layer_overrides(module.config).values()  # of configs that differ by layer
         counts = [read_field(module.config, key) for key in _HEAD_COUNTS]
-        counts += [fields.get(key) for fields in layers for key in _HEAD_COUNTS]
+        for fields in layer_overrides(module.config).values():  # of configs that differ by layer
+            counts += map(fields.get, _HEAD_COUNTS)
         install_outputs(
             module,
             context,
@@ -126,9 +126,9 @@ def _leave(plan: SplitPlan, module: str, context: SplitContext) -> RegionExit:
     )
 
 
-def _names_of(inputs: Iterable[str], module: str) -> set[str]:
-    """Names of the inputs that belong to `module`."""
-    return {name.rpartition(".")[2] for name in inputs if parent_of(name) == module}
+def _names_of(fqns: Iterable[str], module: str) -> list[str]:
+    """The inputs or parameters among `fqns` that belong to `module`, by their names there."""
+    return [fqn.rpartition(".")[2] for fqn in fqns if parent_of(fqn) == module]
 
 
 def _install_local(modules: Mapping[str, nn.Module], plan: SplitPlan, context: SplitContext) -> None:
@@ -144,7 +144,7 @@ def _install_local(modules: Mapping[str, nn.Module], plan: SplitPlan, context: S
 
 
 def _apply_style(module: nn.Module, name: str, registry: Registry, *, leave: RegionExit | None) -> None:
-    """Args: leave: end of a region at this module; None if a surrounding region ends at its own output."""
+    """`leave`: end of a region at this module; None if a surrounding region ends at its own output."""
     plan, context = registry.plan, registry.context
     style, split = plan.modules[name], _split_of(registry, name)
     if style == "all_reduce":
@@ -239,11 +239,7 @@ _ALIGNED = 8  # grouped products read rows of a multiple of 16 bytes: that many 
 
 
 class LocalConfig:
-    """A module's view of the model's config, with some values replaced.
-
-    Some attention forwards read head counts from `self.config`. The model's config itself is shared and saved, so it
-    must not change.
-    """
+    """A module's view of the model's config, with some values replaced: the model's own is shared and saved."""
 
     def __init__(self, config: Any, **values: Any) -> None:
         self.__dict__.update(values, _config=config)

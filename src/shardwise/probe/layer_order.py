@@ -35,20 +35,13 @@ from shardwise.tiny.inputs import clone_batch, loss_or_surrogate, make_batch
 from shardwise.tiny.models import fork_all_rng, set_runnable_mode
 
 
-def watch_order(
-    tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection[str] = (), drops: bool = False
+def _watch_order(
+    tiny: nn.Module, batch: Mapping[str, Any], layers: Collection[str], *, drops: bool
 ) -> tuple[LayerOrder, dict[str, Returned]]:
-    """Runs a tiny model once.
-
-    Returns:
-        The layer order, and the outputs of all modules that look like their arguments.
+    """Runs a tiny model once; returns the layer order, and all modules' outputs that look like their arguments.
 
     The dropout of a tensor that depends on no parameters crosses cuts too if later segments use it: one stage draws,
     and the others receive the result.
-
-    Args:
-        layers: the modules at which to cut; default: the outermost layers.
-        drops: whether the large model has dropout.
     """
     model = _untied(tiny)
     watcher = _watched(model, batch, layers, shares_dropped=False)
@@ -337,8 +330,13 @@ def find_layer_order(model: nn.Module) -> LayerOrder:
 
 
 def tried_order(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection[str] = (), drops: bool) -> LayerOrder:
-    """The layer order of a tiny model, if the model computes the same when it is cut accordingly."""
-    order, returns = watch_order(tiny, batch, layers=layers, drops=drops)
+    """The layer order of a tiny model, if the model computes the same when it is cut accordingly.
+
+    Args:
+        layers: the modules at which to cut; default: the outermost layers.
+        drops: whether the large model has dropout.
+    """
+    order, returns = _watch_order(tiny, batch, layers, drops=drops)
     if len(order.calls) == 1:
         raise no_stages(type(tiny).__name__, f"of its layers only {order.calls[0]} runs", at="")
     while True:
@@ -380,11 +378,7 @@ def _stages_of_one(model: nn.Module, order: LayerOrder) -> Stages:
 
 
 def train_in_stages(stages: Sequence[Stages], batch: Mapping[str, Any]) -> tuple[Any, list[tuple[Tensor, ...]]]:
-    """Forward and backward through all stages.
-
-    Returns:
-        The output of the last stage, and the tensors at every cut.
-    """
+    """Runs forward and backward through all stages; returns the last one's output, and the tensors at every cut."""
     sent: list[tuple[Tensor, ...]] = []
     received: list[tuple[Tensor, ...]] = [()]
     output: Any = None

@@ -21,6 +21,7 @@ from shardwise.lora.inject import inject_alike
 from shardwise.mesh import Blocks, Mesh
 from shardwise.optim.gradients import track_gradients
 from shardwise.parallel.apply import Model, apply_plan, move_model
+from shardwise.parallel.build import has_meta
 from shardwise.parallel.facts import decide_split, read_facts, read_stacks
 from shardwise.parameters.canonical import canonical_tensor
 from shardwise.parameters.registry import registry_of
@@ -48,11 +49,11 @@ from shardwise.tiny.models import (
 from shardwise.tiny.shrink import apply_repeatable
 from shardwise.topology.shape import MeshShape
 
-ITEM = re.compile(r"(?<![^.])(expert_)?\d+(?![^.])")  # item of a list, or of a dictionary of experts: "0", "expert_0"
+ITEM = re.compile(r"(?<![^.])(expert_)?\d+(?![^.])")  # name of an item of a list, or of a dictionary: "0", "expert_0"
 
-_MAX_LAYERS = 6  # most layers with which a tiny model is tried to have layers of every kind
+_MAX_LAYERS = 6  # with which a tiny model is tried to have layers of every kind
 
-_SMALL_ENOUGH = 8_000_000  # elements up to which a model is its own tiny model
+_SMALL_ENOUGH = 8_000_000  # elements of a model that is its own tiny model, so that parts given one by one fit it
 
 
 def trial_of(tiny: PreTrainedModel, *, num_parts: int, drops: bool) -> "Trial":
@@ -82,10 +83,9 @@ def is_small(model: nn.Module) -> bool:
 def build_tried_model(model: PreTrainedModel, **shrinking: Any) -> PreTrainedModel:
     """The model with other weights; for a large one, a tiny model made by `shrink_config` with these options."""
     own_size = is_small(model)
-    if own_size and not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        tiny = (
-            move_model(copy.deepcopy(model), "cpu").float().eval().requires_grad_()
-        )  # whatever the caller trains, and where
+    if own_size and not has_meta(model):
+        # Whatever the caller trains, and where.
+        tiny = move_model(copy.deepcopy(model), "cpu").float().eval().requires_grad_()
         set_dropout(tiny, 0.0)
         apply_repeatable(tiny.config)
         perturb_parameters(tiny, torch.Generator().manual_seed(0))
@@ -101,18 +101,14 @@ def build_tried_model(model: PreTrainedModel, **shrinking: Any) -> PreTrainedMod
 
 
 def smallest_with_all_layer_kinds(build: Callable[[int], Model], model: nn.Module) -> Model:
-    """Result of `build` with the fewest layers that cover every kind in `model`; with two layers if no number does.
+    """Result of `build(num_layers)` with the fewest layers that cover every kind in `model`; with two if none does."""
 
-    Args:
-        build: builds a model like `model` with the given number of layers, if they are all alike.
-    """
-    wanted, tried = _kinds(model), map(build, range(2, _MAX_LAYERS + 1))
+    def kinds(model: nn.Module) -> set[tuple[str, frozenset[str]]]:
+        return {layer_kind(layer, names_in(model, layer)) for layer in outermost_layers(read_stacks(model))}
+
+    wanted, tried = kinds(model), map(build, range(2, _MAX_LAYERS + 1))
     first = next(tried)
-    return next((few for few in itertools.chain((first,), tried) if wanted <= _kinds(few)), first)
-
-
-def _kinds(model: nn.Module) -> set[tuple[str, frozenset[str]]]:
-    return {layer_kind(layer, names_in(model, layer)) for layer in outermost_layers(read_stacks(model))}
+    return next((few for few in itertools.chain((first,), tried) if wanted <= kinds(few)), first)
 
 
 def layer_kind(layer: str, names: frozenset[str]) -> tuple[str, frozenset[str]]:
@@ -135,20 +131,13 @@ _REASON = 200  # letters of an error that are kept
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Result of trying a plan.
+    """Result of trying a plan."""
 
-    Attributes:
-        passed: whether loss and every gradient equal the full model's.
-        module: FQN of the innermost module that was running at the failure; "" if there was none.
-        lacks_stack: whether there was no list of layers along which to split the sequence.
-        num_collectives: number of collectives in one rank's forward and backward, if it passed.
-    """
-
-    passed: bool
+    passed: bool  # whether loss and every gradient equal the full model's
     reason: str = ""
-    module: str = ""
-    lacks_stack: bool = False
-    num_collectives: int = 0
+    module: str = ""  # the innermost one that was running at the failure
+    lacks_stack: bool = False  # whether there was no list of layers along which to split the sequence
+    num_collectives: int = 0  # in one rank's forward and backward, if it passed
 
 
 class SimulatedMesh(Mesh):
@@ -346,9 +335,7 @@ def _full_gradients(model: nn.Module) -> dict[str, Tensor]:
 logger = logging.getLogger("shardwise.plan")
 
 
-def try_adapters(
-    model: nn.Module, plan: Plan, facts: ModelFacts, *, num_parts: int, sequence_parallel: bool = False
-) -> None:
+def try_adapters(model: nn.Module, plan: Plan, facts: ModelFacts, *, num_parts: int, sequence_parallel: bool) -> None:
     """Trains a tiny model with adapters like those of `model`, split by the base's plan, and compares every gradient.
 
     Caches success on disk. Logs if it cannot be tried. Communicates nothing.

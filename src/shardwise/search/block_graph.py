@@ -126,8 +126,11 @@ class BlockGraph:
         gradients times the values add up to the output.
         """
         total = weighted_sum(self._zeroed_outputs(entry))
-        inside = {name: value for name, value in self.layer.parameters.items() if is_within(name, (entry,))}
-        inside = {name: value for name, value in inside.items() if value.requires_grad}
+        inside = {
+            name: value
+            for name, value in self.layer.parameters.items()
+            if is_within(name, (entry,)) and value.requires_grad
+        }
         shares = {
             name: float((gradient * value.detach()).sum())
             for (name, value), gradient in zip(inside.items(), gradients_of(total, [*inside.values()]), strict=True)
@@ -165,7 +168,7 @@ class BlockGraph:
     def _can_be_entered(self, module: str) -> bool:
         """Whether a region can begin at a module. Inputs may bypass it unless its whole output is summed."""
         bypassing = self.bypassing_inputs(module) if self.facts.modules[module].kind != "list" else None
-        if bypassing is None or not bypassing:
+        if not bypassing:
             return bypassing is not None
         return not self._holds_bare(module) and all(f"{module}.{name}" in self._inputs for name in bypassing)
 

@@ -15,7 +15,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.errors import PlanError, UnsupportedError
-from shardwise.parallel.declared_plans import vocabulary_plan
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.resolve import resolve
 from shardwise.plan.rule import UNREACHED, ParameterRule, RegionRule, Rule
@@ -42,8 +41,7 @@ _EDGES = ("region", "region_output", "aside")
 
 
 def widen_regions(candidate: Candidate) -> Plan:
-    """Widens every region that ends at its output, or is in a list inside of a layer (experts), to the module around it
-    or the list.
+    """Widens regions that end at their output, or are in a list inside of a layer (experts), to the module around.
 
     Other splits inside become part of the region: one collective in each direction instead of one each, and tokens are
     routed on the full sequence, the same on every rank. A layer or a list itself is no such module.
@@ -67,11 +65,7 @@ def _list_around(module: str, facts: ModelFacts) -> str:
 
 
 def fuse_reductions(candidate: Candidate, layers: Sequence[Layer]) -> Plan:
-    """Defers reductions to later ones of the same layer if both results are only added.
-
-    Args:
-        layers: the layers as watched, every tensor a node, nothing cut.
-    """
+    """Defers reductions to later ones of the same layer (as in `sequence_plans`) if both results are only added."""
     plan, split = candidate.plan, candidate.split
     rules: list[Rule] = []
     for layer in layers:
@@ -180,6 +174,7 @@ class _Search:
         self._tiny, self._trial, self._facts = subject.tiny, subject.trial, subject.trial.facts
         self._given, self._sequence_parallel = given, sequence_parallel
         self._model = None if is_small(subject.model) else subject.model  # else it is its own tiny model
+        self._real_sizes: RealSizes | None = None
         self._at_real_sizes = False
         self._candidates: dict[Plan, Candidate] = {}
         self.reasons: dict[str, str] = {}
@@ -189,7 +184,7 @@ class _Search:
         best, verdicts = self._run(declared)
         if best is not None and not self._fits_real_sizes(best.plan).passed:
             self._at_real_sizes = True
-            best, verdicts = self._run(declared)
+            return self._run(declared)
         return best, verdicts
 
     def _run(self, declared: Plan) -> tuple[Candidate | None, list[Verdict]]:
@@ -232,13 +227,10 @@ class _Search:
         return verdict
 
     def _fits_real_sizes(self, plan: Plan) -> Verdict:
-        if self._real_sizes is None:
+        if self._model is None:
             return Verdict(passed=True)
+        self._real_sizes = self._real_sizes or RealSizes(self._model, num_parts=self._trial.num_parts)
         return self._real_sizes.run(plan, tiny=self._tiny, sequence_parallel=self._sequence_parallel)
-
-    @functools.cached_property
-    def _real_sizes(self) -> RealSizes | None:
-        return None if self._model is None else RealSizes(self._model, num_parts=self._trial.num_parts)
 
     def _plans(self, declared: Plan) -> Iterator[Plan]:
         """Yields the plans, `declared` first if it passes."""
@@ -257,9 +249,9 @@ class _Search:
         """The blocks in the tiny model's graph, and the layers of a run without cuts; empty if its code fails."""
         num_parts, eager = self._trial.num_parts, _eager(self._tiny)
         try:
-            products, layers = find_row_products(eager, clone_batch(self._trial.batch), num_parts=num_parts)
+            products, layers = find_row_products(eager, self._trial.batch, num_parts=num_parts)
             blocks = find_blocks(self._tiny, self._facts, products, layers, num_parts=num_parts)
-            return blocks, watch(eager, clone_batch(self._trial.batch), thorough=True)
+            return blocks, watch(eager, self._trial.batch, thorough=True)
         except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on inputs that are watched
             reason = f"its model cannot be watched: {type(error).__name__}: {str(error)[:200]}"
             logger.warning("%s: %s", type(self._tiny).__name__, reason)
@@ -284,10 +276,7 @@ class _Search:
         return next((plan for plan in choices if plan.rules and self._try(plan).passed), NO_RULES)
 
     def _all_that_pass(self, blocks: Sequence[Block]) -> Plan:
-        """The rules of all kinds of blocks that pass.
-
-        Blocks of one kind in a stack's layers may depend on each other.
-        """
+        """The rules of all kinds of blocks that pass. Blocks of one kind in a stack may depend on each other."""
         kinds: dict[tuple[str, tuple[str, ...]], list[Block]] = {}
         for block in blocks:
             kinds.setdefault((block.layer.rpartition(".")[0], block.key), []).append(block)
@@ -296,13 +285,9 @@ class _Search:
     def _first_that_passes(self, alike: Sequence[Block]) -> Plan:
         """The rules of blocks of one kind with the first guess that passes; none if no guess does."""
         plans = [[plan for plan in block.plans if self._is_usable(plan)] for block in alike]
-        reason = ""
-        tried: set[Plan] = set()
-        for index in range(max(map(len, plans)) if all(plans) else 0):
-            together = functools.reduce(operator.or_, (guesses[min(index, len(guesses) - 1)] for guesses in plans))
-            if together in tried:
-                continue
-            tried.add(together)
+        reason, num_guesses = "", max(map(len, plans)) if all(plans) else 0
+        guesses = ([own[min(index, len(own) - 1)] for own in plans] for index in range(num_guesses))
+        for together in dict.fromkeys(functools.reduce(operator.or_, guess) for guess in guesses):
             verdict = self._try(together)
             if verdict.passed:
                 return together
@@ -330,3 +315,14 @@ def _eager(tiny: PreTrainedModel) -> nn.Module:
 def _gathers(split: SplitPlan) -> bool:
     """Whether linears of a plan gather outputs or split full inputs, which blocks with columns and rows do not need."""
     return any(region.edge == "gather" for region in split.regions) or "rowwise_split_input" in split.modules.values()
+
+
+def vocabulary_plan(facts: ModelFacts) -> Plan:
+    """Plan that splits input and output embeddings by vocabulary. Declared plans often omit these large weights."""
+    reason = "embeddings split by vocabulary, of any size"
+    rules = []
+    if facts.embedding and facts.modules[facts.embedding].kind == "embedding":
+        rules.append(ParameterRule(facts.embedding, "embedding_rowwise", source="structure", reason=reason))
+    if facts.head and facts.modules[facts.head].kind == "linear":
+        rules.append(ParameterRule(facts.head, "colwise_gather_output", source="structure", reason=reason))
+    return Plan(tuple(rules))

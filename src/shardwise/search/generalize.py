@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 
 from shardwise.comm.simulated import LoneGroup
 from shardwise.errors import ShardwiseError
-from shardwise.parallel.activation_memory import FakeTensorCorrections, fake_tensors, materialize_fake
+from shardwise.parallel.activation_memory import FakeTensorCorrections, fake_tensors
 from shardwise.parallel.apply import apply_plan
+from shardwise.parallel.build import allocate_meta
 from shardwise.parallel.facts import decide_split, read_facts
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
@@ -76,9 +77,8 @@ def generalize(plan: Plan, tiny: nn.Module, model: nn.Module) -> Plan:
             owned = frozenset[str]().union(*(held[each] for each in examples))
             own = _with_inputs(own, [inside[each] for each in examples], owned, is_known=is_known)
             example = layer if is_known else next(iter(examples), layer)
-            found += (
-                (layer, (suffix, sections.fitted(rule, example + suffix, layer + suffix))) for suffix, rule in own
-            )
+            for suffix, rule in own:
+                found.append((layer, (suffix, sections.fitted(rule, example + suffix, layer + suffix))))
         folded += _folded(found, list(layers))
     return Plan(outside) | Plan(tuple(folded))
 
@@ -173,8 +173,7 @@ def _with_inputs(
 ) -> list[_Suffixed]:
     """`rules`, with the input rules of other layers of the kind.
 
-    A layer whose rules are known lacks only inputs that it does not always receive: those of modules with parameters
-    (`own`).
+    A layer whose rules are known lacks only inputs that it does not always receive: of modules with parameters (`own`).
     """
     found = dict(rules)
     for suffix, rule in itertools.chain.from_iterable(others):
@@ -257,11 +256,11 @@ class RealSizes:
         if found is not None:
             return found
         alone = {each.fqn for each in decided.regions if each.edge == "gather"}  # whose outputs are full again
-        uneven = next(
-            (fqn for fqn in _uneven(decided) if facts.layer_of(fqn) and fqn.rpartition(".")[0] not in alone), None
-        )
-        reason = f"ranks hold unequal parts of {uneven}; only values would show whether they fit, and none can be tried"
-        return Verdict(passed=True) if uneven is None else Verdict(passed=False, reason=reason)
+        uneven = [fqn for fqn in _uneven(decided) if facts.layer_of(fqn) and parent_of(fqn) not in alone]
+        if not uneven:
+            return Verdict(passed=True)
+        why = "only values would show whether they fit, and none can be tried"
+        return Verdict(passed=False, reason=f"ranks hold unequal parts of {uneven[0]}; {why}")
 
     def _verdict(self, decided: SplitPlan | None) -> Verdict | None:
         """Runs the ranks that hold most and least, or the unsplit model; None if the result depends on values."""
@@ -269,7 +268,7 @@ class RealSizes:
             model, mesh = _copied(self.model), SimulatedMesh(LoneGroup(rank, self._num_parts))
             try:
                 with fake_tensors(), FakeTensorCorrections():
-                    materialize_fake(model)
+                    allocate_meta(model)
                     if decided is not None:
                         apply_plan(model, mesh, decided, ParallelSpec())
                     for parameter in filter(lambda each: each.requires_grad, model.parameters()):

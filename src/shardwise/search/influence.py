@@ -1,9 +1,8 @@
 """Finds which elements of a layer's parameters influence which input features of its row products.
 
 # [Note: structure by influence]
-Cut the input features of a product (an attention's output projection, an MLP's down projection) into one run per rank,
-and ask autograd on which parameter elements each run depends. Exact zeros in the gradients give the answer. If the runs
-depend on different elements of a weight, the weight can be split: every rank keeps what its run depends on. Elements on
+The input features of a product (an attention's output projection, an MLP's down projection) are cut into one run per
+rank, and exact zeros in gradients tell on which parameter elements each run depends: its rank keeps these. Elements on
 which several runs depend are held by several ranks (key/value heads shared by query heads). A parameter whose every
 element influences every run is replicated (a q/k norm, a latent projection). This works alike for attention and
 state-space scans, and for any order of sections in a fused weight.
@@ -73,11 +72,7 @@ _MAX_SHARED = 0.5  # up to which part of a weight all ranks may need, besides th
 
 @dataclass(frozen=True, kw_only=True)
 class RequiredIndices:
-    """What each rank must hold of a tensor along one dim.
-
-    Attributes:
-        ranks: for each rank, the indices on which its features depend.
-    """
+    """What each rank must hold of a tensor along one dim: the indices on which its features depend."""
 
     dim: int
     size: int
@@ -114,21 +109,15 @@ class RequiredIndices:
 
 @dataclass(eq=False)
 class RowProduct:
-    """A product at which a region ends, and what each rank needs for its run of input features.
-
-    Attributes:
-        parameter: FQN of the weight whose input features are split along `input_dim`.
-        required_indices: for every parameter of the layer that can be split for this product, what each rank needs.
-        reenters: whether a later row product of the same region depends on the sum.
-    """
+    """A product at which a region ends, and what each rank needs for its run of input features."""
 
     layer: str
-    parameter: str
+    parameter: str  # the weight whose input features are split along `input_dim`
     module: str
     input_dim: int
     features: int
-    required_indices: dict[str, RequiredIndices]
-    reenters: bool = False
+    required_indices: dict[str, RequiredIndices]  # of every parameter of the layer that can be split for this product
+    reenters: bool = False  # whether a later row product of the same region depends on the sum
 
 
 def find_row_products(
@@ -208,8 +197,8 @@ class _Search:
     def _candidates(self, layer: Layer) -> list[RowProduct]:
         """Products whose ranks need different parts of a weight that multiplies, those with most elements first."""
         own, found = layer.parameters, dict[str, tuple[int, RowProduct]]()
-        uses = [use for use in layer.uses if use.parameter in own and use.parameter not in self.found]
-        uses = [use for use in uses if use.parameter not in self._banned]
+        excluded = self._banned | self.found.keys()
+        uses = [use for use in layer.uses if use.parameter in own and use.parameter not in excluded]
         output_dims = {use.parameter: 1 - use.input_dim for use in uses if own[use.parameter].ndim == 2}
         for use in uses:
             product = RowProduct(

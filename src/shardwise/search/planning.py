@@ -8,25 +8,47 @@ plan is used silently.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from shardwise.errors import PlanError, ShardwiseError
-from shardwise.parallel.declared_plans import declared_plan, read_request, vocabulary_plan
+from shardwise.errors import PlanError, ShardwiseError, did_you_mean
 from shardwise.parallel.facts import is_of_transformers, read_facts
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.resolve import match_rules, resolve, rules_without_names
 from shardwise.plan.rule import Rule
-from shardwise.plan.spec import PROVED, Plan
+from shardwise.plan.spec import CORRECTIONS, PROVED, Plan
 from shardwise.plan.structure import ModelFacts
 from shardwise.probe.disk_cache import cache_path, read, write
 from shardwise.probe.trial import try_adapters
 from shardwise.runtime.adapter_facts import without_adapters
-from shardwise.search.deriving import Subject, build_subject, check_given_rules, search_plan
+from shardwise.search.deriving import Subject, build_subject, check_given_rules, search_plan, vocabulary_plan
 from shardwise.tiny.models import fork_all_rng
 
 logger = logging.getLogger("shardwise.plan")
+
+AUTOMATIC = ("auto", "declared", "derived")
+
+
+def read_request(plan: str | Plan | Mapping[str, str]) -> tuple[str, Plan]:
+    """Parses a user's plan: the automatic plan ("auto", "declared" or "derived") and rules on top of it."""
+    if isinstance(plan, Plan):
+        return "auto", plan
+    if isinstance(plan, Mapping):
+        return "auto", Plan.of(plan)
+    if plan in AUTOMATIC:
+        return plan, Plan(())
+    what = f"unknown plan {plan!r}{did_you_mean(plan, AUTOMATIC)}" if isinstance(plan, str) else None
+    raise PlanError(
+        what or f"a plan cannot be a {type(plan).__name__}",
+        fix='use "auto", "declared", "derived", a dict of rules such as {"**.q_proj": "colwise"}, or a Plan',
+    )
+
+
+def declared_plan(model: nn.Module, facts: ModelFacts) -> Plan:
+    """The plan that transformers declares for the model, with family corrections; empty if it declares none."""
+    declared = Plan.of(getattr(model, "_tp_plan", None) or {}, source="transformers")
+    return declared | CORRECTIONS.get(facts.model_type, Plan(()))
 
 
 def plan_for(model: nn.Module, spec: ParallelSpec, *, num_parts: int, facts: ModelFacts | None = None) -> Plan:

@@ -36,7 +36,7 @@ from shardwise.sharding.boxes import Interval
 from shardwise.sharding.placement import Split, equal_sections, join_intervals
 
 _MAX_SECTIONS = 8
-_WASTE = 1.1  # how much more than needed a style may hold; a named style says more to a reader than intervals do
+_WASTE = 1.1  # how much more than needed a style may hold: a named style says more to a reader than intervals do
 _COUNT_NAMES = ("head", "group", "num_blocks")
 _NEVER = frozenset({"layer_idx", "layer_index", "head_dim", "num_key_value_groups", "attention_head_size", "head_size"})
 
@@ -123,7 +123,7 @@ def _by_name(graph: BlockGraph) -> list[tuple[str, ...]]:
     return [(), own, tuple(counts), (*own, *(name for name in features if ".config." not in name))]
 
 
-_MAX_GUESSES = 6  # how many guesses of attributes are tried at the first choice of entries
+_MAX_GUESSES = 6  # of attributes that are tried at the first choice of entries
 _MAX_GUESSES_BELOW = 2  # and at the others
 _weights = functools.partial(ParameterRule, source="structure")
 _region = functools.partial(RegionRule, source="structure")
@@ -134,18 +134,12 @@ _LARGE = 0.02  # from which part of its layer's elements a linear outside of all
 
 @dataclass(eq=False)
 class Block:
-    """One region of one layer, ready to be tried.
-
-    Attributes:
-        plans: candidate plans, best guess first; the last may gather what others leave split.
-        parameters: FQNs of the parameters that it splits.
-        key: names its kind: the row products within the layer.
-    """
+    """One region of one layer, ready to be tried."""
 
     layer: str
-    plans: tuple[Plan, ...]
-    parameters: frozenset[str]
-    key: tuple[str, ...]
+    plans: tuple[Plan, ...]  # to try, best guess first; the last may gather what others leave split
+    parameters: frozenset[str]  # that it splits
+    key: tuple[str, ...]  # names its kind: the row products within the layer
 
 
 def find_blocks(
@@ -169,10 +163,7 @@ def _block(layer: str, plans: Iterable[Plan], parameters: Iterable[str], named_a
 
 
 def _rest(model: nn.Module, facts: ModelFacts, layer: str, blocks: Sequence[Block], num_parts: int) -> Block | None:
-    """The large linears of a layer that are in no block, with gathered outputs.
-
-    If a layer runs inside its own autograd function, its graph shows nothing, and these are all.
-    """
+    """The large linears of a layer that are in no block, with gathered outputs: all, if its graph shows nothing."""
     own = [block for block in blocks if block.layer == layer]
     regions = (rule for block in own for rule in block.plans[0].section(RegionRule))
     entries = [rule.pattern for rule in regions if rule.style in ("region", "region_output")]
@@ -279,10 +270,7 @@ class _RuleBuilder:
                 yield _input(name, "local_size", reason="what is split is reshaped by its size")
 
     def _gathered(self, entries: Mapping[str, str]) -> Iterator[Rule]:
-        """Yields rules that gather the output of every linear.
-
-        This always works, at the cost of one collective each.
-        """
+        """Yields rules that gather the output of every linear: this always works, at one collective each."""
         names = {*self.graph.required_indices, *(product.parameter for product in self.graph.group)}
         names |= {name for name in self.graph.layer.parameters if is_within(parent_of(name), entries)}
         for owner in sorted({parent_of(name) for name in names if self._is_weight(name)}):

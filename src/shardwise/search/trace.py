@@ -25,17 +25,9 @@ from shardwise.tiny.inputs import clone_batch
 
 # Functions that contract the last dim of an activation with a parameter: (position of the activation, of the weight).
 _PRODUCTS = {
-    F.linear: (0, 1),
-    torch.matmul: (0, 1),
-    Tensor.matmul: (0, 1),
-    Tensor.__matmul__: (0, 1),
+    **dict.fromkeys((F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, torch.bmm), (0, 1)),
+    **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), (1, 2)),
     Tensor.__rmatmul__: (1, 0),
-    torch.mm: (0, 1),
-    torch.bmm: (0, 1),
-    torch.addmm: (1, 2),
-    torch.baddbmm: (1, 2),
-    Tensor.baddbmm: (1, 2),
-    Tensor.addmm: (1, 2),
 }
 
 
@@ -44,7 +36,7 @@ class Use:
     """One product of an activation with a parameter."""
 
     parameter: str
-    module: str  # FQN of the running module
+    module: str  # that runs
     x: Tensor  # the activation, in the layer's graph
     out: Tensor
     input_dim: int  # the contracted dim of the parameter
@@ -64,22 +56,15 @@ class ModuleCall:
 
 @dataclass(eq=False)
 class Layer:
-    """Record of one layer's run.
-
-    Attributes:
-        outputs: returned tensors that are used later.
-        parameters: all parameters inside the layer, by their names there; tied ones appear in each of their layers.
-        size_constraints: sizes that integer attributes gave to operations, if watched thoroughly.
-        with_zeroed_outputs: the same layer with its row products at zero, if needed.
-    """
+    """Record of one layer's run."""
 
     fqn: str
-    outputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)  # returned tensors that are used later
     uses: list[Use] = field(default_factory=list)
     calls: list[ModuleCall] = field(default_factory=list)
-    parameters: dict[str, Tensor] = field(default_factory=dict)
-    size_constraints: list[SizeConstraint] = field(default_factory=list)
-    with_zeroed_outputs: "Layer | None" = None
+    parameters: dict[str, Tensor] = field(default_factory=dict)  # by their names in the layer; tied ones in each
+    size_constraints: list[SizeConstraint] = field(default_factory=list)  # if watched thoroughly
+    with_zeroed_outputs: "Layer | None" = None  # the same layer with its row products at zero, if needed
 
 
 def watch(
@@ -211,16 +196,13 @@ class _Watcher(TorchFunctionMode):
         """Context manager: layers start detached, and module calls are recorded."""
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
-                formula, hooks = norm_formula(module), []
                 if is_within(name, self.layers):
                     enter, leave = as_hook(self._enter, name), as_hook(self._leave, name)
-                    hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-                    hooks.append(module.register_forward_hook(leave))
-                if formula is not None:
+                    stack.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+                    stack.enter_context(module.register_forward_hook(leave))
+                if (formula := norm_formula(module)) is not None:
                     compute = as_hook(_compute_elementwise, formula)
-                    hooks.append(module.register_forward_hook(compute, with_kwargs=True))
-                for hook in hooks:
-                    stack.callback(hook.remove)
+                    stack.enter_context(module.register_forward_hook(compute, with_kwargs=True))
             yield
 
     def _enter(self, fqn: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

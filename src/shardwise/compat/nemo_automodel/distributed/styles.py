@@ -21,11 +21,11 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from shardwise.comm.collectives import copy_to_region
 from shardwise.errors import ConfigError, PlanError, UnsupportedError, did_you_mean
-from shardwise.parallel.declared_plans import AUTOMATIC
 from shardwise.plan.options import check_kind
 from shardwise.plan.rule import STYLES, Rule
 from shardwise.plan.spec import Plan, match
 from shardwise.runtime.reading import read_in_forward
+from shardwise.search.planning import AUTOMATIC
 
 _PREPARED = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
 _OF_TORCH: dict[str, tuple[type[ParallelStyle], dict[str, Any]]] = {
