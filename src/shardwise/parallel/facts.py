@@ -172,7 +172,7 @@ def counts_of(module: nn.Module, config_counts: dict[tuple[type, int], dict[str,
     key = own_class, id(config)
     if key not in known:
         held = {*dir(config), *getattr(config, "attribute_map", ())}  # asking transformers' configs for others is slow
-        asked = read if hasattr(type(config), "__getattr__") else held.intersection(read)
+        asked = names if hasattr(type(config), "__getattr__") else held.intersection(names)
         values = {name: _read(config, name) for name in sorted(asked)}
         known[key] = {name: value for name, value in values.items() if _is_count(value, least=2)}
     return found | {f"config.{name}": value for name, value in known[key].items() if name not in found}

@@ -35,7 +35,6 @@ from shardwise.search.refusal import (
 from shardwise.search.rules import Block, find_blocks, sequence_plans
 from shardwise.search.trace import Layer, ModuleCall, watch
 from shardwise.sharding.placement import Split
-from shardwise.tiny.inputs import clone_batch
 
 _EDGES = ("region", "region_output", "aside")
 
