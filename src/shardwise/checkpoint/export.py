@@ -70,8 +70,7 @@ class Export:
         self._writing: Future[None] | None = None
 
     def write(self, groups: Sequence[ExportGroup], writers: Sequence[int]) -> Exception | None:
-        """Writes everything; all ranks call it alike. Returns this rank's error, because others still expect its
-        messages.
+        """Writes everything; all ranks call it alike. Returns this rank's error: others expect its messages.
 
         Args:
             groups: tensors that are converted together.

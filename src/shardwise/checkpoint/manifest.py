@@ -30,8 +30,7 @@ def encode_tree(value: Any, at: str, tensors: dict[str, Tensor]) -> Any:
     """Converts `value` to JSON values. Tensors are detached and stored in `tensors` by their path.
 
     Args:
-        value: JSON values, tuples, sets, dicts with keys of any of these, Counters, nonfinite floats, tensors, numpy
-            numbers.
+        value: JSON values, tuples, sets, dicts of any keys of these, Counters, nonfinite floats, tensors, numbers.
         at: path of `value`, for keys and messages, such as `extra`.
     """
     if value is None or isinstance(value, bool | str):

@@ -159,9 +159,7 @@ class TerminatedError(RankError):
 
 
 def exit_on_terminate() -> None:
-    """Makes the signals of `ENDING` raise SystemExit, so that partly written files are removed. A second signal ends
-    the process at once. Signals that the process ignores, as under nohup, stay ignored.
-    """
+    """Makes the signals of `ENDING` raise SystemExit, a second one end at once; ignored ones stay ignored."""
 
     def end(number: int, frame: object) -> NoReturn:
         signal.signal(number, lambda number, frame: os._exit(128 + number))

@@ -1,6 +1,4 @@
-"""Collective error handling: if one rank finds a fault, every rank raises it, so that no rank waits in the next
-collective.
-"""
+"""Collective error handling: if one rank finds a fault, every rank raises it, so none waits in the next."""
 
 import datetime
 import hashlib

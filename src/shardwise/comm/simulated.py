@@ -24,8 +24,7 @@ _Base: Any = dist.ProcessGroup  # its types say that every collective returns a 
 
 
 class SimulatedGroup(_Base):
-    """One rank's handle on a group of threads. Implements the methods that `torch.distributed` calls on a process
-    group.
+    """One rank's handle on a group of threads. Implements what `torch.distributed` calls on it.
 
     Attributes:
         num_exchanges: number of collectives this rank has taken part in.

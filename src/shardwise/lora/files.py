@@ -33,8 +33,7 @@ def adapter_state(model: nn.Module, name: str) -> dict[str, Tensor]:
 
     These are all parts of a model that training an adapter changes: A and B, trained copies of modules, and biases.
 
-    Communicates: over all ranks, one gather of names, and over pp one of dtypes; per tensor, what `canonical_tensor`
-    does.
+    Communicates: over all ranks, one gather of names, and over pp one of dtypes; per tensor, like `canonical_tensor`.
     """
     registry = registry_of(model)
     reshard(model)

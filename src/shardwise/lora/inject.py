@@ -25,8 +25,7 @@ _BY_ENTRY = ("linear", "cat")  # combine entries of A or B with the same entries
 
 
 def guard_wrapper(model: nn.Module, registry: Registry) -> None:
-    """Corrects the methods of PEFT's wrapper that would be wrong when ranks hold parts, or makes them raise. Does not
-    change other models.
+    """Corrects the methods of PEFT's wrapper that would be wrong when ranks hold parts, or makes them raise.
 
     Communicates: nothing.
     """

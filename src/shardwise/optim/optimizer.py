@@ -81,9 +81,7 @@ def build_optimizer(
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Registers a hook on all torch optimizers of this process. One that holds parameters of a split model updates them
-    like full parameters, or raises. Other optimizers are not affected.
-    """
+    """Registers a hook on all torch optimizers: one of a split model updates like the unsplit one, or raises."""
     register_optimizer_step_pre_hook(_before_step)
 
 
@@ -185,9 +183,7 @@ def _finish(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> No
 
 
 def _note_written(optimizer: torch.optim.Optimizer, gradients: Gradients) -> None:
-    """Records that the parameters no longer have the values of their source; fused steps do not count as writes in
-    torch. Raises if a backward still runs, whose gradients ranks sum at its end.
-    """
+    """Records that parameters lose their source's values (fused steps count no writes); raises inside of backward."""
     states = gradients.registry.source.states
     is_early = gradients.is_partial and torch._C._current_graph_task_id() != -1
     for group in optimizer.param_groups if states or is_early else ():
@@ -276,9 +272,7 @@ def groups_of(parameters: Any) -> list[dict[str, Any]]:
 
 
 def model_under(optimizer: torch.optim.Optimizer) -> nn.Module | None:
-    """The split model whose parameters an optimizer updates; None if there is none. One that `build_optimizer` made
-    knows its model also on a stage that trains nothing.
-    """
+    """The split model whose parameters an optimizer updates, also on a stage that trains nothing; None: none."""
     parameters = (each for group in optimizer.param_groups for each in group["params"])
     entry = next((entry for each in parameters if (entry := entry_of(each)) is not None), None)
     built_for: Callable[[], nn.Module | None] = optimizer.__dict__.get(_MODEL, lambda: None)

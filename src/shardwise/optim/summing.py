@@ -178,8 +178,7 @@ def scale_back_to_partial(parameter: Tensor, entry: ParameterEntry) -> None:
 
 @torch.no_grad()
 def average_gradients(parameters: Iterable[Tensor], mesh: Mesh) -> None:
-    """Averages the gradients of unregistered models over the data ranks, in place. Those of registered models already
-    are.
+    """Averages the gradients of unregistered models over the data ranks, in place. Those of registered models are.
 
     Every rank must pass the same parameters. A missing gradient counts as zeros, and exists afterwards.
 

@@ -18,8 +18,7 @@ _RESIZE = "resize the unsplit model before shardwise.parallelize, or export and 
 
 
 def guard_state_dict(model: nn.Module, registry: Registry) -> None:
-    """Makes `state_dict()` raise if tp or pp splits the model, and `load_state_dict` take this rank's parts of full
-    tensors.
+    """Makes `state_dict()` raise if tp or pp splits the model, and `load_state_dict` take parts of full ones.
 
     Parameters that only the data axes shard stay `DTensor`s. Every module that owns a split parameter raises, so
     `model.model.state_dict()` raises too.

@@ -36,8 +36,7 @@ class Region:
 def find_regions(
     facts: ModelFacts, parameters: Mapping[str, ParameterRule], given: Mapping[str, RegionRule]
 ) -> dict[str, Region]:
-    """Regions that are given, and those implied by column- and row-split parameters: FQN to region, outermost only, in
-    model order.
+    """Regions that are given, and those implied by column- and row-split parameters: FQN to region, outermost, ordered.
 
     A column-split linear belongs to the nearest ancestor that also holds a row-split one (attention, MLP). If a layer,
     or a container that never runs itself, comes first, the linear is its own region.

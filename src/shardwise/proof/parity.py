@@ -272,9 +272,7 @@ def measure_narrow(
 
 
 def runs_in_float64(model: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Whether a model trains in float64. Grouped products of experts do not, ProphetNet's masks overflow there, and
-    Switch Transformers' routers turn their own weights into float32.
-    """
+    """Whether a model trains in float64, unlike grouped products, ProphetNet's masks and Switch's routers."""
     wide = copy.deepcopy(model).double()
     try:
         loss = loss_or_surrogate(wide(**in_dtype(batch, torch.float64)))

@@ -167,8 +167,7 @@ def split_heads(dim: int, num_heads: int, *, head_dim: int, parts: int) -> Split
 def split_sections(dim: int, sections: Sequence[Split]) -> Split:
     """Split of a fused dim: the concatenation of `sections`, each split separately (query, key, value; gate, up).
 
-    All sections are splits of this dim among the same coords. Every coord holds its share of each section, section by
-    section.
+    All sections are splits of this dim among the same coords. Every coord holds its share of each section, in order.
     """
     pieces: list[list[Interval]] = [[] for _ in range(sections[0].parts)]
     offset = 0

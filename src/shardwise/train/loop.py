@@ -37,8 +37,7 @@ def build_evaluation(
 ) -> Callable[[], float]:
     """Returns a function that computes the mean loss over all target tokens of `batches()`, the same on every rank.
 
-    The model runs in eval mode; afterwards every module is in its previous mode. The loss is NaN if there are no
-    targets.
+    The model runs in eval mode; afterwards every module is in its previous mode. Without targets the loss is NaN.
 
     Communicates: what the model's forwards do, and over the data ranks one all-reduce of two values.
     """

@@ -71,9 +71,7 @@ class _Late:
 
 @dataclass(frozen=True, kw_only=True)
 class _Checked:
-    """A batch that has passed this rank's checks: its rows, the runs of its images, its microbatches if they were
-    given, their numbers of targets, and the operations of its forward and backward.
-    """
+    """A batch that has passed this rank's checks: rows, runs of images, microbatches, targets, operations."""
 
     rows: int
     runs: Runs

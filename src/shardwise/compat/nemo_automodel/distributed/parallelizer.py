@@ -99,8 +99,7 @@ def fsdp2_strategy_parallelize(
     tp_shard_plan: Plan = None,
     offload_policy: CPUOffloadPolicy | None = None,
 ) -> nn.Module:
-    """Splits `model` over the tensor-parallel dim of `device_mesh` and shards it over the data and context dims, in
-    place.
+    """Splits `model` over the tensor-parallel dim of `device_mesh` and shards it over data and context dims.
 
     Gradients are means over the data ranks, and complete when `backward()` returns.
 

@@ -37,8 +37,7 @@ class NxDOptimizer(torch.optim.Optimizer):
         return [each for group in self.param_groups for each in group["params"]]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Averages gradients of unregistered parameters over data ranks, clips by the norm of the full gradients, and
-        steps.
+        """Averages gradients of unregistered parameters over data ranks, clips by their full norm, and steps.
 
         Communicates: like `average_gradients` and `clip_grad_norm_`.
         """

@@ -58,8 +58,7 @@ class ParallelizersManager:
 
     @classmethod
     def is_model_supported(cls, model_type_or_model: Any) -> Support:
-        """Whether tensor parallelism, sequence parallelism with it, and pipeline parallelism are supported, with a
-        `reason`.
+        """Whether tensor parallelism, sequence parallelism with it, and pipeline parallelism are supported.
 
         Runs the checks that also run when a model is split.
 
