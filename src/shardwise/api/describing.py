@@ -297,7 +297,7 @@ def describe(
     kept = _at_rest(plan, frozen, dtype=dtype)
     parts = f"parameters {mib(kept.parameters)}, gradients {mib(kept.gradients)}, AdamW {mib(kept.optimizer)}"
     memory = f"{_attention(model)}\na rank keeps {mib(kept.total)} from step to step in {dtype}: {parts}"
-    if batch is None and (shape.tp_size == 1 or dist.is_initialized()):
+    if batch is None and (plan.num_parts == 1 or dist.is_initialized()):
         return Explanation(plan=plan, memory=memory)
     activations, collectives = _rehearsed(rehearsal, batch or _FEW_TOKENS, kept)
     memory = memory if batch is None else f"{memory}\n{activations}"

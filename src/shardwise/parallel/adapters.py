@@ -114,7 +114,7 @@ class SplitAdapter:
 
 def _split_later(wrapper: Any, fqn: str, adapter: str, registry: Registry) -> None:
     adapted, mesh = describe_adapter(fqn, wrapper, adapter), registry.mesh
-    planned = plan_adapter(adapted, registry.plan.parameters[adapted.weight], num_parts=mesh.size("tp"))
+    planned = plan_adapter(adapted, registry.plan.parameters[adapted.weight], num_parts=registry.plan.num_parts)
     over_data = steps_along(FSDP_AXES[::-1], mesh.shape)
     for name, each in planned.items():
         inner, _, own = name.removeprefix(f"{fqn}.").rpartition(".")

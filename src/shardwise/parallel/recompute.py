@@ -79,7 +79,7 @@ def apply_recomputation(model: nn.Module, registry: Registry, recompute: Recompu
 
     transformers' own checkpointing (`gradient_checkpointing_enable`, before or after) also gets the right state.
     """
-    for module in model.modules() if registry.context.tp.size > 1 or registry.casting is not None else ():
+    for module in model.modules() if registry.plan.num_parts > 1 or registry.casting is not None else ():
         own = vars(module)
         if "_gradient_checkpointing_func" in own:
             own["_gradient_checkpointing_func"] = _StatefulCheckpoint(own["_gradient_checkpointing_func"], registry)

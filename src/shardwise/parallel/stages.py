@@ -34,7 +34,7 @@ def finish_placeholders(registry: Registry, compute_dtype: torch.dtype | None) -
     stages, mesh = registry.stages, registry.mesh
     if stages is None:
         return
-    stages.context = registry.context if mesh.size("tp") > 1 else None
+    stages.context = registry.context if registry.plan.num_parts > 1 else None
     _note_split_segments(stages, registry)
     for fqn, (dim, num_heads) in registry.plan.inputs.items():
         owner, _, argument = fqn.rpartition(".")
