@@ -10,13 +10,17 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.estimate.cuts import balance, check_pipeline, cut
+from shardwise.estimate.memory import state_bytes
 from shardwise.plan.options import Pipeline, Recompute
 from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.structure import ModelFacts, ModuleFacts
 from shardwise.schedule.schedule import SCHEDULES
+from shardwise.sharding.layout import Layout, Step
+from shardwise.sharding.placement import Chunk, Replicate, split_even
 from shardwise.topology.shape import MeshShape
 
 pytestmark = pytest.mark.pure
+
 
 WIDTH = 10
 
@@ -144,3 +148,17 @@ def test_options_that_fit():
     for name in SCHEDULES:
         check_pipeline(Pipeline(schedule=name), MeshShape.parse("pp4"), Recompute())
         check_pipeline(Pipeline(schedule=name), MeshShape(), Recompute())
+
+
+def test_every_axis_takes_its_share_and_the_first_rank_holds_most():
+    weight = Layout((10, 6), (Step(("tp",), (2,), split_even(1, 6, parts=2)), Step(("fsdp",), (4,), Chunk(0))))
+    norm = Layout((10,), (Step(("tp",), (2,), Replicate()), Step(("fsdp",), (4,), Chunk(0))))
+    first = state_bytes([weight, norm], {"tp": 0, "fsdp": 0})
+    assert first.parameters == first.gradients == (3 * 3 + 3) * 4
+    assert first.optimizer == 2 * first.parameters and first.total == 4 * first.parameters
+    assert state_bytes([weight, norm], {"tp": 1, "fsdp": 3}).parameters == (1 * 3 + 1) * 4
+
+
+def test_dtypes_count():
+    layout = Layout((8,))
+    assert state_bytes([layout], {}, itemsize=2).total == 8 * 2 * 4

@@ -1,15 +1,20 @@
 """`MeshShape`: text form, rank <-> coords, groups."""
 
+from __future__ import annotations
+
+import dataclasses
 import itertools
+import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import MeshError
-from shardwise.topology.shape import AXES, SIZE_NAMES, MeshShape
+from shardwise.topology.shape import AXES, DATA_AXES, SIZE_NAMES, MeshShape, check_axis, describe_crossing
 
 pytestmark = pytest.mark.pure
+
 
 shapes = st.fixed_dictionaries({name: st.integers(1, 4) for name in SIZE_NAMES.values()}).map(
     lambda sizes: MeshShape(**sizes)
@@ -155,3 +160,33 @@ def test_a_world_of_another_size_is_told_the_numbers_and_the_remedies():
     with pytest.raises(MeshError) as caught:
         shape.check_world_size(3)
     assert 'layout "' not in caught.value.fix
+
+
+@pytest.mark.parametrize(("layout", "number"), [("tp8", 8), ("fsdp4.tp2", 4), ("pp2.fsdp2.tp4", 8), ("fsdp16", 8)])
+def test_groups_inside_of_a_machine_are_well(layout, number):
+    assert describe_crossing(MeshShape.parse(layout), number) is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "number", "text"),
+    [
+        ("tp16", 8, "tp16 crosses machines of 8 ranks: ranks 0 to 15 .* stand on 2; tp8 and more fsdp"),
+        ("fsdp4.tp6", 8, "ranks 6 to 11 .* tp2 and more fsdp stay in one"),
+    ],
+)
+def test_the_first_group_that_crosses_is_named(layout, number, text):
+    found = describe_crossing(MeshShape.parse(layout), number)
+    assert found is not None and re.search(text, found)
+
+
+def test_every_axis_has_one_size_field_in_the_same_order():
+    assert tuple(SIZE_NAMES) == AXES
+    assert tuple(SIZE_NAMES.values()) == tuple(field.name for field in dataclasses.fields(MeshShape))
+    assert set(DATA_AXES) < set(AXES)
+
+
+def test_an_unknown_axis_is_told_what_it_may_have_meant():
+    for axis in AXES:
+        check_axis(axis)
+    with pytest.raises(MeshError, match=r"unknown mesh axis 'fdsp' \(did you mean 'fsdp'\?\)"):
+        check_axis("fdsp")
