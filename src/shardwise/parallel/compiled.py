@@ -80,11 +80,7 @@ def apply_compilation(
 
 
 def check_compilation(choice: Compile | None, context: SplitContext | None = None) -> None:
-    """Checks that layers can be compiled.
-
-    Args:
-        context: context of the model that is to be split; None if there is none yet.
-    """
+    """Checks that layers can be compiled. `context` is that of the model to be split, if there is one yet."""
     if choice is None:
         return
     if isinstance(choice.backend, str):
