@@ -44,9 +44,6 @@ Model = TypeVar("Model", bound=nn.Module)
 def train_without_cache(model: nn.Module, *, recomputes: bool) -> None:
     """Makes training forwards with gradients run with `use_cache=False`, unless the caller passes `use_cache`. A cache
     stores keys and values a second time, and its state makes `torch.compile` compile every layer separately.
-
-    Args:
-        recomputes: whether blocks are recomputed in backward. Then `use_cache=True` is impossible.
     """
 
     def without_cache(module: nn.Module, arguments: Arguments) -> None:

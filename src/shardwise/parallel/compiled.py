@@ -78,7 +78,7 @@ def apply_compilation(
 
 
 def check_compilation(choice: Compile | None, context: SplitContext | None = None) -> None:
-    """Raises `ConfigError` if torch has no such backend, `UnsupportedError` if the model has dropout under tp."""
+    """Checks that layers can be compiled. `context` is that of the model to be split, if there is one yet."""
     if choice is None:
         return
     if isinstance(choice.backend, str):

@@ -81,7 +81,7 @@ def read_facts(model: nn.Module) -> ModelFacts:
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether all code of `model` comes from transformers, torch or PEFT. Other classes may change under their name."""
+    """Whether all code of `model` is transformers', torch's or PEFT's. Other classes may change under one name."""
     return isinstance(model, PreTrainedModel) and all(
         type(module).__module__.startswith(("transformers.", "torch.", "peft.")) for module in model.modules()
     )

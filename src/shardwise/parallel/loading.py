@@ -34,10 +34,8 @@ from shardwise.weights.lazy import LazyTensor
 
 
 def put_tensor(model: nn.Module, registry: Registry, fqn: str, value: Tensor) -> None:
-    """Sets parameter or buffer `fqn` of the model to `value`, under every name that this rank's stages use for it.
-
-    Args:
-        value: this rank's part, any dtype; cast to the dtype in which the model keeps it.
+    """Sets parameter or buffer `fqn` to `value` (this rank's part), under every name that this rank's stages use.
+    Casts it to the dtype in which the model keeps it.
     """
     value = value.to(registry.frozen.get(fqn, value.dtype))
     owner, _, name = fqn.rpartition(".")

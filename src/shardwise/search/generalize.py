@@ -54,7 +54,6 @@ def generalize(plan: Plan, tiny: nn.Module, model: nn.Module) -> Plan:
     about inputs are those of all layers of the kind: an input that only some layers receive is None in the others.
     """
     tiny_facts, facts = read_facts(tiny), read_facts(model)
-    sections = _Sections(tiny_facts, facts)
     held = {layer: names_in(tiny, layer) for layer in outermost_layers(tiny_facts.stacks)}
     alike: dict[tuple[str, frozenset[str]], list[str]] = {}
     for layer, names in held.items():
@@ -78,7 +77,7 @@ def generalize(plan: Plan, tiny: nn.Module, model: nn.Module) -> Plan:
             own = _with_inputs(own, [inside[each] for each in examples], owned, is_known=is_known)
             example = layer if is_known else next(iter(examples), layer)
             for suffix, rule in own:
-                found.append((layer, (suffix, sections.fitted(rule, example + suffix, layer + suffix))))
+                found.append((layer, (suffix, _fitted(rule, tiny_facts, facts, example + suffix, layer + suffix))))
         folded += _folded(found, list(layers))
     return Plan(outside) | Plan(tuple(folded))
 
@@ -87,41 +86,36 @@ def _modules(model: nn.Module, layer: str) -> frozenset[str]:
     return frozenset(f".{name}" for name, _ in model.get_submodule(layer).named_modules(remove_duplicate=False))
 
 
-class _Sections:
-    """Adapts the number of sections of a parameter (experts) to the real model.
+def _fitted(rule: Rule, tiny: ModelFacts, model: ModelFacts, tiny_name: str, name: str) -> Rule:
+    """The rule for the parameter `name`, found on the tiny model's `tiny_name`, with its number of sections (experts).
 
     `split(0, sections=4)` holds for any number of features, but not of sections. Two attributes of the enclosing
     modules show that the number has changed: one that counts the sections, in both models, and one that gives the
     length of each.
     """
+    style = rule.split if isinstance(rule, ParameterRule) else None
+    shape, tiny_shape = _shape_of(model, name), _shape_of(tiny, tiny_name)
+    if style is None or style.num_sections == 1 or not shape or not tiny_shape:
+        return rule
+    dim = min(style.dim, len(shape) - 1)  # a bias has the output dim of its weight
+    size, tiny_size = shape[dim], tiny_shape[dim]
+    pairs = list(_attributes(tiny, model, tiny_name, name))
+    lengths = {own for known, own in pairs if known * style.num_sections == tiny_size}
+    counts = {own for known, own in pairs if known == style.num_sections}
+    fitting = {number for number in counts if any(number * length == size for length in lengths)}
+    if len(fitting) != 1 or any(style.num_sections * length == size for length in lengths):
+        return rule
+    return replace(rule, style=str(replace(style, num_sections=fitting.pop())))
 
-    def __init__(self, tiny: ModelFacts, model: ModelFacts) -> None:
-        self._tiny, self._model = tiny, model
 
-    def fitted(self, rule: Rule, tiny_name: str, name: str) -> Rule:
-        """The rule for the parameter `name`, found on the tiny model's `tiny_name`."""
-        style = rule.split if isinstance(rule, ParameterRule) else None
-        shape, tiny_shape = _shape_of(self._model, name), _shape_of(self._tiny, tiny_name)
-        if style is None or style.num_sections == 1 or not shape or not tiny_shape:
-            return rule
-        dim = min(style.dim, len(shape) - 1)  # a bias has the output dim of its weight
-        size, tiny_size = shape[dim], tiny_shape[dim]
-        pairs = list(self._attributes(tiny_name, name))
-        lengths = {own for known, own in pairs if known * style.num_sections == tiny_size and own}
-        counts = {own for known, own in pairs if known == style.num_sections}
-        fitting = {number for number in counts if any(number * length == size for length in lengths)}
-        if len(fitting) != 1 or any(style.num_sections * length == size for length in lengths):
-            return rule
-        return replace(rule, style=str(replace(style, num_sections=fitting.pop())))
-
-    def _attributes(self, tiny_name: str, name: str) -> Iterator[tuple[int, int]]:
-        """Yields the values, in both models, of the attributes of the modules that contain a parameter."""
-        while name:
-            tiny_name, name = parent_of(tiny_name), parent_of(name)
-            module, own = self._tiny.modules.get(_first(tiny_name)), self._model.modules.get(_first(name))
-            if module is not None and own is not None:
-                for key in module.attributes.keys() & own.attributes.keys():
-                    yield module.attributes[key], own.attributes[key]
+def _attributes(tiny: ModelFacts, model: ModelFacts, tiny_name: str, name: str) -> Iterator[tuple[int, int]]:
+    """Yields the values, in both models, of the attributes of the modules that contain a parameter."""
+    while name:
+        tiny_name, name = parent_of(tiny_name), parent_of(name)
+        module, own = tiny.modules.get(_first(tiny_name)), model.modules.get(_first(name))
+        if module is not None and own is not None:
+            for key in module.attributes.keys() & own.attributes.keys():
+                yield module.attributes[key], own.attributes[key]
 
 
 def _shape_of(facts: ModelFacts, name: str) -> Shape | None:
