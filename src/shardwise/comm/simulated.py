@@ -90,29 +90,10 @@ class SimulatedGroup(_Base):
         for part, value in zip(parts[0], self.exchange(tensors[0]), strict=True):
             part.copy_(value)
 
-    def gather(self, parts: list[list[Tensor]], tensors: list[Tensor], options: Any) -> None:
-        """`dist.gather`."""
-        values = self.exchange(tensors[0])
-        for part, value in zip(parts[0] if self.rank() == options.rootRank else [], values, strict=False):
-            part.copy_(value)
-
     def broadcast(self, tensors: list[Tensor], options: Any) -> None:
         """`dist.broadcast`."""
         (x,) = tensors
         x.copy_(self.exchange(x)[options.rootRank])
-
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> "_Done":
-        """`dist.send`; does not wait for the receiver."""
-        self._shared.messages.setdefault((self.rank(), to), []).append(tensors[0].detach().clone())
-        return _Done()
-
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> "_Done":
-        """`dist.recv`."""
-        arrived = self._shared.messages.setdefault((source, self.rank()), [])
-        if not arrived:
-            self._turns.wait(self._thread, lambda: bool(arrived))
-        tensors[0].copy_(arrived.pop(0))
-        return _Done()
 
     _allgather_base = all_gather_single  # as torch called them up to 2.12
     _reduce_scatter_base = reduce_scatter_single
@@ -145,13 +126,12 @@ class _Done:
 
 
 class _Shared:
-    """State that the handles on one group share: inputs of the running exchange, results of the last, and messages."""
+    """State that the handles on one group share: inputs of the running exchange and results of the last."""
 
     def __init__(self, size: int) -> None:
         self.slots: list[Any] = [None] * size
         self.values: list[Any] = []
         self.num_arrived = self.num_done = 0
-        self.messages: dict[tuple[int, int], list[Tensor]] = {}
         self.children: dict[tuple[int, ...], _Shared] = {}
         self.handles: dict[tuple[int, tuple[int, ...]], list[SimulatedGroup]] = {}
 
