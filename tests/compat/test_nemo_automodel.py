@@ -29,8 +29,12 @@ from shardwise.compat.nemo_automodel import (
     to_cpu,
     translate_to_torch_parallel_style,
 )
-from shardwise.compat.nemo_automodel.distributed.parallelizer import _destroy_dist_connection, adopt_device_mesh
-from shardwise.compat.nemo_automodel.distributed.styles import RuleStyle, read_plan
+from shardwise.compat.nemo_automodel.distributed.parallelizer import (
+    RuleStyle,
+    _destroy_dist_connection,
+    adopt_device_mesh,
+    read_plan,
+)
 from shardwise.compat.warned import CompatWarning, warn_idle
 from shardwise.errors import ConfigError, GradientError, PlanError, ShardwiseError, UnsupportedError
 from shardwise.parallel.build import initialize_meta

@@ -40,17 +40,8 @@ class BatchRunner:
         self._step: _Step | None = None  # from the first batch on: what it needs of the model is read once
 
     def run_train(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs forward and backward of one batch, through all stages of a pipeline.
-
-        Args:
-            args: one dictionary of inputs, or the arguments of the model's forward.
-
-        Returns:
-            The loss, detached, on every rank.
-
-        Raises:
-            BatchError: the model returns no loss, or rows do not divide.
-            UnsupportedError: a pipeline of a planned model without labels.
+        """Runs forward and backward of one batch, through all stages of a pipeline; returns the detached loss on every
+        rank. Takes one dictionary of inputs, or the arguments of the model's forward.
 
         Communicates: like `TrainStep`, or like the model's forward and backward; in a pipeline also one all-reduce over
         pp.

@@ -3,8 +3,8 @@
 Needs the extra `lightning` (`pip install -e '.[lightning]' in a clone`). See docs/lightning.md.
 """
 
+from shardwise.lightning.models import ShardwiseRichProgressBar, ShardwiseTensorBoardLogger, ShardwiseTQDMProgressBar
 from shardwise.lightning.precision import ShardwisePrecision
-from shardwise.lightning.reporting import ShardwiseRichProgressBar, ShardwiseTensorBoardLogger, ShardwiseTQDMProgressBar
 from shardwise.lightning.strategy import ShardwiseStrategy
 
 __all__ = [

@@ -67,10 +67,6 @@ class SavesParts(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Writes Lightning's state, the module's tensors and its optimizer's as a checkpoint directory.
 
-        Raises:
-            ConfigError: something in it is neither JSON nor a tensor.
-            UnsupportedError: storage options are given, or there are several optimizers.
-
         Communicates: a broadcast of rank 0's state, and what `shardwise.save_checkpoint` does.
         """
         if storage_options is not None or self._checkpoint_io is not None:
@@ -94,10 +90,7 @@ class SavesParts(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
         """Loads a checkpoint directory of any layout into the module and its optimizers; returns Lightning's state.
 
-        No code in it is run.
-
-        Raises:
-            LoadError: there is none, or it does not fit; the same on every rank.
+        No code in it is run. Errors are the same on every rank.
         """
         assert self.lightning_module is not None
         place = _place_of(broadcast_object(str(checkpoint_path), self.mesh.group()))

@@ -13,7 +13,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import RichProgressBar, StochasticWeightAveraging, TQDMProgressBar, WeightAveraging
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -68,7 +69,6 @@ class LossHooks:
         self._model.__dict__.pop(_HOOKS, None)
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
 
     def run_stages(self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """A forward through all stages, which computes its gradients at once, weighted by this rank's share."""
@@ -200,11 +200,6 @@ class SplitModels:
     Attributes:
         gradients: state of the first model's gradients, and of all parameters outside of models.
 
-    Raises:
-        ConfigError: the module holds no transformers model, or one that was split with other options.
-        UnsupportedError: it would train several models, or one that comes after a frozen one.
-        LayoutError: it holds a model that is split over another layout.
-
     Communicates: like `parallelize` for models that are not split; a broadcast of every parameter and buffer outside.
     """
 
@@ -300,3 +295,30 @@ def _check_root(root: nn.Module, mesh: Mesh, spec: ParallelSpec) -> None:
             why=f"the strategy's are {spec}\nthe model's are {known or 'those of shardwise.load'}",
             fix="load it with self.trainer.strategy.load(...), which uses them, or give them to shardwise.load alone",
         )
+
+
+class _WithLoss:
+    """Shows the last step's loss over all data ranks, unless the module logs one itself."""
+
+    def get_metrics(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
+        """Metrics beside the bar."""
+        metrics: dict[str, Any] = super().get_metrics(trainer, pl_module)  # type: ignore[misc]  # of the bar beside this
+        loss = getattr(trainer.strategy, "last_loss", None)
+        if loss is not None and trainer.training and "loss" not in metrics:
+            metrics["loss"] = float(loss)
+        return metrics
+
+
+class ShardwiseTQDMProgressBar(_WithLoss, TQDMProgressBar):
+    """Lightning's `TQDMProgressBar`, shown by rank 0, with the loss of all ranks."""
+
+
+class ShardwiseRichProgressBar(_WithLoss, RichProgressBar):
+    """Lightning's `RichProgressBar`, shown by rank 0, with the loss of all ranks."""
+
+
+class ShardwiseTensorBoardLogger(TensorBoardLogger):
+    """Lightning's `TensorBoardLogger`, written only by rank 0.
+
+    A model's loss that a module logs is the loss of all ranks, in every layout; see docs/lightning.md.
+    """

@@ -49,12 +49,7 @@ class ShardwisePrecision(LightningPrecision):
 
 
 def read_precision(plugin: Any, own: Precision | None) -> ShardwisePrecision:
-    """The plugin for the arguments `Trainer(precision=..., plugins=...)`.
-
-    Raises:
-        UnsupportedError: Shardwise does not support the plugin.
-        ConfigError: it contradicts the strategy's option.
-    """
+    """The plugin for the arguments `Trainer(precision=..., plugins=...)`."""
     if isinstance(plugin, ShardwisePrecision):
         theirs = plugin.dtypes
     elif type(plugin) is LightningPrecision:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
@@ -27,23 +28,38 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from shardwise.api.building import load
 from shardwise.comm.agree import all_reduce_int
-from shardwise.comm.collectives import all_gather_objects
+from shardwise.comm.collectives import all_gather_objects, broadcast_object, gather_to_region
 from shardwise.errors import BatchError, MeshError, counted
 from shardwise.lightning.checkpoint import SavesParts
 from shardwise.lightning.models import SplitModels, check_callbacks, note_spec
 from shardwise.lightning.precision import ShardwisePrecision, read_precision
-from shardwise.lightning.processes import Exchanges, check_devices, open_mesh
 from shardwise.mesh import Mesh
 from shardwise.optim.summing import multiply_gradients, time_reduction
 from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Pipeline, Precision, Recompute
 from shardwise.plan.spec import Plan
-from shardwise.topology.shape import MeshShape
+from shardwise.topology.shape import DATA_AXES, MeshShape
+
+_BEGUN: list[MeshShape] = []
+"""Of the meshes by which strategies have had the ranks of this job meet: what runs later in them is theirs, too."""
 
 
-def seed_workers(loader: DataLoader[Any], mesh: Mesh) -> None:
-    """Seeds the loader's workers by data rank, if `seed_everything(workers=True)`: tp and pp ranks read the same."""
-    if os.environ.get("PL_SEED_WORKERS", "0") != "0" and loader.worker_init_fn is None:
-        loader.worker_init_fn = functools.partial(pl_worker_init_function, rank=mesh.data_rank)
+def open_mesh(shape: MeshShape, cluster: Any, device: torch.device, **options: Any) -> Mesh:
+    """`Mesh.open` in a job whose ranks meet through Lightning's `ClusterEnvironment`."""
+    if shape.world_size == 1 or dist.is_initialized():
+        mesh = Mesh.open(shape, device=device, **options)
+        if _BEGUN and shape.world_size > 1:
+            mesh.take_over()
+        return mesh
+    _BEGUN.append(shape)
+    said = {
+        "RANK": cluster.global_rank(),
+        "WORLD_SIZE": cluster.world_size(),
+        "LOCAL_RANK": cluster.local_rank(),
+        "MASTER_ADDR": cluster.main_address,
+        "MASTER_PORT": cluster.main_port,
+    }
+    os.environ.update({name: str(value) for name, value in said.items()})
+    return Mesh.open(shape, device=device, **options)
 
 
 def end_together(loader: Any, mesh: Mesh, *, predicts: bool) -> Any:
@@ -54,9 +70,6 @@ def end_together(loader: Any, mesh: Mesh, *, predicts: bool) -> Any:
 
     Args:
         predicts: whether leaving batches out is an error.
-
-    Raises:
-        BatchError: ranks have different numbers of batches; on every rank alike.
 
     Communicates: over all ranks, one gather of lengths; for an `IterableDataset` also one all-reduce of a number per
     batch.
@@ -140,7 +153,7 @@ class Window:
         self._counts = []
 
 
-class ShardwiseStrategy(SavesParts, Exchanges):
+class ShardwiseStrategy(SavesParts):
     """Trains, validates, tests and predicts a LightningModule over the ranks of a layout.
 
         class Model(LightningModule):
@@ -201,11 +214,7 @@ class ShardwiseStrategy(SavesParts, Exchanges):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the layout, available from the module's `setup` and `configure_model` on.
-
-        Raises:
-            MeshError: the process group is not initialized yet.
-        """
+        """The mesh of the layout, available from the module's `setup` and `configure_model` on."""
         if self._mesh is None:
             raise MeshError(
                 "there is no mesh yet",
@@ -259,20 +268,73 @@ class ShardwiseStrategy(SavesParts, Exchanges):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        check_devices(self.shape, num_devices=self.num_processes, num_nodes=self.num_nodes)
-        if not self.cluster_environment.creates_processes_externally and self.shape.world_size > 1:
+        size, ranks = self.shape.world_size, self.num_processes * self.num_nodes
+        if size != ranks:
+            nodes = self.num_nodes if size % self.num_nodes == 0 else 1
+            raise MeshError(
+                f"the layout {self.shape} has {counted(size, 'rank')}, and the Trainer {ranks}",
+                why=f"devices={self.num_processes} on num_nodes={self.num_nodes}",
+                fix=f"use Trainer(devices={size // nodes}, num_nodes={nodes}), or a layout of {ranks}",
+            )
+        if not self.cluster_environment.creates_processes_externally and size > 1:
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
-        """Opens the mesh, the first time.
-
-        Communicates: like `Mesh.open`.
-        """
+        """Opens the mesh, the first time; communicates like `Mesh.open`."""
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
         if self._mesh is None:
             self._mesh = open_mesh(self.shape, self.cluster_environment, self.root_device, **self._open)
+
+    # Communication that Lightning or a module asks for
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduces a tensor, in place, over the data ranks or `group`.
+
+        Args:
+            reduce_op: "mean", "sum", "max", "min", "product" or a `ReduceOp`; None is "sum".
+
+        Communicates: one all-reduce.
+        """
+        if not isinstance(tensor, Tensor) or (group := self._group(group)) is None:
+            return tensor
+        name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op or "sum"
+        is_mean = name in ("mean", "avg")
+        operation = getattr(dist.ReduceOp, "SUM" if is_mean else name.upper()) if isinstance(name, str) else name
+        dist.all_reduce(tensor, op=operation, group=group)
+        return tensor.copy_(tensor / group.size()) if is_mean else tensor
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:  # noqa: FBT001, FBT002
+        """Tensors of all data ranks, or of `group`, `[ranks, …]`; the tensor itself with one rank.
+
+        Args:
+            sync_grads: whether gradients flow back to the ranks that the parts came from.
+
+        Communicates: one all-gather.
+        """
+        if (group := self._group(group)) is None:
+            return tensor
+        return gather_to_region((tensor if sync_grads else tensor.detach()).unsqueeze(0), group, dim=0)
+
+    def _group(self, group: Any) -> Any:
+        is_all = group is None or group is dist.GroupMember.WORLD
+        return self.mesh.group(*DATA_AXES) if is_all else group
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Rank `src`'s picklable object."""
+        return broadcast_object(obj, self._mesh.group() if self._mesh is not None else None, source=src)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all ranks."""
+        self.reduce_boolean_decision(decision=True)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002, FBT001, FBT002
+        """Whether `decision` is true on all ranks, or on any."""
+        if self._mesh is None:
+            return bool(decision)
+        count = all_reduce_int(int(decision), self._mesh.group(), self._mesh.device)
+        return count == self._mesh.shape.world_size if all else count > 0
 
     # A run
 
@@ -310,17 +372,15 @@ class ShardwiseStrategy(SavesParts, Exchanges):
     def process_dataloader(self, dataloader: object) -> object:
         """Makes loaders draw and end alike on ranks that must agree.
 
-        Raises:
-            BatchError: data ranks have different numbers of batches.
-
         Communicates: like `end_together`.
         """
-        if isinstance(dataloader, DataLoader):
-            seed_workers(dataloader, self.mesh)
+        seeds = os.environ.get("PL_SEED_WORKERS", "0") != "0"  # by `seed_everything(workers=True)`
+        if seeds and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
+            # By data rank: tp and pp ranks read the same.
+            dataloader.worker_init_fn = functools.partial(pl_worker_init_function, rank=self.mesh.data_rank)
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        return end_together(
-            dataloader, self.mesh, predicts=trainer is not None and trainer.state.fn == TrainerFn.PREDICTING
-        )
+        predicts = trainer is not None and trainer.state.fn == TrainerFn.PREDICTING
+        return end_together(dataloader, self.mesh, predicts=predicts)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's step. With automatic optimization it must not change gradients."""
@@ -338,19 +398,16 @@ class ShardwiseStrategy(SavesParts, Exchanges):
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's step."""
         return super().validation_step(*args, **kwargs)
 
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's step."""
         return super().test_step(*args, **kwargs)
 
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's step."""
         return super().predict_step(*args, **kwargs)
 
     # Gradients
@@ -408,11 +465,7 @@ class ShardwiseStrategy(SavesParts, Exchanges):
     # The end
 
     def on_exception(self, exception: BaseException) -> None:
-        """Notifies the other ranks, so that none waits for this one.
-
-        Raises:
-            RankError: the exception is a collective's, caused by another rank.
-        """
+        """Notifies the other ranks, so that none waits for this one. Raises a `RankError` if another one caused it."""
         if self._mesh is not None:
             mesh, self._mesh = self._mesh, None
             mesh.__exit__(type(exception), exception, exception.__traceback__)

@@ -80,7 +80,7 @@ __all__ = ["STYLES", "Plan"]
 
 _Kind = TypeVar("_Kind", bound=Rule)
 _HEADER = re.compile(r"\[([^\s\]:]*)\]")
-_FOUND_ANYWAY = frozenset({"local_params", "mla_kv_a_proj"})
+FOUND_ANYWAY = frozenset({"local_params", "mla_kv_a_proj"})
 """Styles of transformers that say nothing we do not see: that a module uses local parameters, or keeps its latents."""
 
 
@@ -119,7 +119,7 @@ class Plan:
         Raises:
             PlanError: a rule is invalid.
         """
-        named = {pattern: style for pattern, style in styles.items() if style not in _FOUND_ANYWAY}
+        named = {pattern: style for pattern, style in styles.items() if style not in FOUND_ANYWAY}
         return cls(tuple(Rule.of(pattern, style, source) for pattern, style in named.items()))
 
     def __or__(self, other: "Plan") -> "Plan":

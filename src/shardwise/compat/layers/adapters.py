@@ -25,11 +25,7 @@ from shardwise.sharding.placement import split_sections
 
 
 def register_split_layers(model: nn.Module, config: Any) -> None:
-    """Registers our adapter classes for the parallel layers of `model` in a PEFT config.
-
-    Raises:
-        UnsupportedError: the adapter reads full weights.
-    """
+    """Registers our adapter classes for the parallel layers of `model` in a PEFT config."""
     if not any(isinstance(module, SplitModule) for module in model.modules()):
         return
     variants = (getattr(config, name, False) for name in ("use_dora", "lora_bias"))

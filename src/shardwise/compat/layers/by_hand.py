@@ -1,8 +1,6 @@
 """Hand-written models with parallel layers, registered like any other split model.
 
-Their gradients are complete when `backward` returns. `shardwise.clip_grad_norm_`, `full_state_dict`, `full_gradients`
-and checkpoints know their parameters, and torch's optimizers are watched. State dicts keep this rank's parts, because
-such code saves them per rank.
+State dicts keep this rank's parts, because such code saves them per rank.
 """
 
 import copy
@@ -62,7 +60,7 @@ def build_in_turns(
     at the same time.
 
     Args:
-        build: returns the model; must not communicate.
+        build: must not communicate.
         on_meta: build on the meta device, without memory, and fill the parameters afterwards.
         fill: called with every module, and with the device if it takes one; None: the modules' initial values.
 
@@ -112,11 +110,6 @@ def adopt_model(
             parameter may be split `by_hand`.
         policy: how `fsdp` shards it; default: every data rank holds all of it.
         order: the order of the layers; the model is then cut into pipeline stages.
-
-    Raises:
-        ConfigError: copies of key/value heads do not match `config.num_key_value_heads`, or the model cannot be cut.
-        PlanError: the model is already split or registered.
-        UnsupportedError: a torch wrapper holds it.
 
     Communicates: creates groups for replicated parts of split parameters. From then on every backward averages
     gradients over the data ranks, and sums them over tp where they are partial.
@@ -205,9 +198,6 @@ def layer_order_by_hand(model: nn.Module, mesh: Mesh, *, layers: Collection[str]
         model: real, the same on every rank; may hold parallel layers over tp of `mesh`.
         layers: the modules at which it may be cut; default: the items of its outermost `nn.ModuleList`s.
 
-    Raises:
-        PlanError: it cannot be cut into stages, or no batch works.
-
     Communicates: one gather of a small object over all ranks, and before it what `note_heads` does.
     """
     note_heads(model, mesh)
@@ -255,14 +245,8 @@ def split_rewritten(
     of an old one receives its part of the old values.
 
     Args:
-        rewrite: changes the model and returns it.
-        model, checkpoint, ranks_at_a_time: see `fill_later`.
-
-    Returns:
-        The result of `rewrite`.
-
-    Raises:
-        UnsupportedError: the mesh has pipeline stages.
+        rewrite: changes the model, and returns it or another one, which is the result.
+        checkpoint, ranks_at_a_time: see `fill_later`.
 
     Communicates: like `adopt_model` and `fill_later`; nothing if `rewrite` has split the model itself.
     """

@@ -34,9 +34,6 @@ class GroupedProjections(SplitModule):
         num_heads: number of key/value heads, which must fit the copies, if known (see `note_heads`).
         fused: keep the three weights (and biases) as one, `weight_qkv`; else `weight_q`, `weight_k`, `weight_v`.
 
-    Raises:
-        ConfigError: the copies do not divide over tp, or the queries do not divide among them.
-
     Communicates: like `ColumnLinear`, with one reduction for all three.
     """
 
@@ -74,34 +71,20 @@ class GroupedProjections(SplitModule):
         if num_heads is not None:
             self.check_heads(num_heads)
         self.splits = (split_even(0, query, parts=parts), keys, keys)
-        self.start(
-            partial(self._draw_all, bias=bias, init_weight=init_weight, dtype=dtype),
-            {
-                f"{kind}_{name}": split
-                for kind in ("weight", "bias")
-                for name, split in zip(
-                    ("q", "k", "v", "qkv"), (*self.splits, split_sections(0, self.splits)), strict=True
-                )
-            },
-            device,
-        )
+        by_name = dict(zip("qkv", self.splits, strict=True)) | {"qkv": split_sections(0, self.splits)}
+        splits = {f"{kind}_{name}": split for kind in ("weight", "bias") for name, split in by_name.items()}
+        self.start(partial(self._draw_all, bias=bias, init_weight=init_weight, dtype=dtype), splits, device)
 
     def _draw_all(self, **options: Any) -> dict[str, Tensor | None]:
-        sizes = (self.out_features[0], self.out_features[1], self.out_features[1])
-        made = [new_linear(size, self.in_features, **options) for size in sizes]
+        query, size = self.out_features
+        made = [new_linear(each, self.in_features, **options) for each in (query, size, size)]
         if not self.fused:
             return {f"{kind}_{letter}": each[kind] for letter, each in zip("qkv", made, strict=True) for kind in each}
         joined = {kind: [full for each in made if (full := each[kind]) is not None] for kind in ("weight", "bias")}
         return {f"{kind}_qkv": torch.cat(values) if values else None for kind, values in joined.items()}
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Args: x `[..., in]`. Returns query, key and value, `[..., out of this rank]` or full.
-
-        Raises:
-            ConfigError: in training, key/value heads are shared, and the model around the module is unknown.
-
-        Communicates: see the class.
-        """
+        """Args: x `[..., in]`. Returns query, key and value, `[..., out of this rank]` or full."""
         is_known = any(entry.registry is not self._provisional for entry in entries_of(self).values())
         if self.copies > 1 and not self.gathers and self.training and torch.is_grad_enabled() and not is_known:
             raise ConfigError(
@@ -121,11 +104,7 @@ class GroupedProjections(SplitModule):
         return query, key, value
 
     def check_heads(self, num_heads: int) -> None:
-        """Records the number of key/value heads.
-
-        Raises:
-            ConfigError: it does not fit the copies.
-        """
+        """Records the number of key/value heads, which must fit the copies."""
         self.num_heads, parts, (query, size) = num_heads, self._split.tp.size, self.out_features
         fits = num_heads % parts == 0 if self.copies == 1 else num_heads * self.copies == parts
         if not self.gathers and (not fits or size % num_heads or (query % size == 0 and query // size % self.copies)):
@@ -143,9 +122,6 @@ class GroupedProjections(SplitModule):
 def note_heads(model: nn.Module, mesh: Mesh) -> None:
     """Tells grouped projections in `model` their number of key/value heads, from the config (of keys or of queries), or
     from the `head_dim` of an enclosing module.
-
-    Raises:
-        ConfigError: the number does not fit the copies. The same on every rank.
 
     Communicates: one gather of a small object over all ranks.
     """

@@ -43,8 +43,7 @@ class _SplitLinear(SplitModule):
         init_weight: Init | None = None,
     ) -> None:
         super().__init__(mesh)
-        self.in_features, self.out_features = in_features, out_features
-        self.sequence_dim = sequence_dim
+        self.in_features, self.out_features, self.sequence_dim = in_features, out_features, sequence_dim
         size = (out_features, in_features)[self.split_dim]
         split = equal_sections(self.split_dim, size, num_sections=num_sections, parts=mesh.size("tp"))
         draw = partial(new_linear, out_features, in_features, bias=bias, init_weight=init_weight, dtype=dtype)
@@ -81,9 +80,6 @@ class RowLinear(_SplitLinear):
 
     Args:
         input_is_split: whether a rank receives its part of the features, or all of them.
-
-    Raises:
-        ConfigError: full features are combined with parts of the sequence.
 
     Communicates: over tp, one all-reduce in forward; with a `sequence_dim` a reduce-scatter in forward and an
     all-gather in backward; with a full input also an all-gather of its gradient.
@@ -172,14 +168,20 @@ class StandaloneEmbedding(SplitEmbedding, _LookUp):
         init_weight: Init | None = None,
     ) -> None:
         super().__init__(mesh)
-        self.num_embeddings, self.embedding_dim, self.by_features = num_embeddings, embedding_dim, by_features
-        self.sequence_dim = sequence_dim
+        self.num_embeddings, self.embedding_dim, self.sequence_dim = num_embeddings, embedding_dim, sequence_dim
         size, dim = (embedding_dim, 1) if by_features else (num_embeddings, 0)
         split = split_even(dim, size, parts=mesh.size("tp"))
         padding_idx = self.padding_row = None if padding_idx is None else padding_idx % num_embeddings
-        draw = partial(_new_table, num_embeddings, embedding_dim, dtype, init_weight or init.normal_, padding_idx)
+
+        def draw() -> dict[str, Tensor | None]:
+            weight = torch.empty(num_embeddings, embedding_dim, dtype=dtype)
+            (init_weight or init.normal_)(weight)
+            if padding_idx is not None:
+                weight[padding_idx].detach().zero_()
+            return {"weight": weight}
+
         self.start(draw, {"weight": split}, device)
-        self._vocabulary_size = num_embeddings
+        self._vocabulary_size, self._sizes = num_embeddings, split.local_sizes if by_features else None
         self._start = 0 if by_features else sum(split.local_sizes[: mesh.coord("tp")])
         own = None if padding_idx is None else padding_idx - self._start
         self.padding_idx = own if own is not None and 0 <= own < self.weight.shape[0] else None
@@ -189,10 +191,7 @@ class StandaloneEmbedding(SplitEmbedding, _LookUp):
         sequence: `[s / tp, b, embedding]` or `[b, s / tp, embedding]`.
         """
         ids = ids.transpose(0, 1).contiguous() if self.sequence_dim == 0 else ids
-        if self.by_features:
-            out = gather_features(_LookUp.forward(self, ids), self.placements["weight"], self._split)
-        else:
-            out = super().forward(ids)
+        out = super().forward(ids)
         if self.sequence_dim is None:
             return out
         sizes = self._split.tp.equal_sizes(out.shape[self.sequence_dim])
@@ -203,17 +202,5 @@ class StandaloneEmbedding(SplitEmbedding, _LookUp):
         if self.sequence_dim is None:
             return ids
         ids = ids.transpose(0, 1) if self.sequence_dim == 0 else ids
-        return ids.split(self._split.tp.even_sizes(ids.shape[self.sequence_dim]), self.sequence_dim)[
-            self._split.tp.coord
-        ]
-
-
-def _new_table(
-    num_rows: int, num_features: int, dtype: torch.dtype | None, init_weight: Init, padding_idx: int | None
-) -> dict[str, Tensor]:
-    weight = torch.empty(num_rows, num_features, dtype=dtype)
-    init_weight(weight)
-    if padding_idx is not None:
-        with torch.no_grad():
-            weight[padding_idx].zero_()
-    return {"weight": weight}
+        sizes = self._split.tp.even_sizes(ids.shape[self.sequence_dim])
+        return ids.split(sizes, self.sequence_dim)[self._split.tp.coord]

@@ -2,9 +2,7 @@
 
 Each module splits its parameters over tp when it is built, from the values of the full parameters, so models of any tp
 size start equal for one seed. Each module also converts activations at its own edges: gradients of its inputs and
-outputs are full, as everywhere outside of regions.
-
-`shardwise.compat.layers.by_hand` registers the model that holds them.
+outputs are full. `shardwise.compat.layers.by_hand` registers the model that holds them.
 """
 
 import math
@@ -93,8 +91,7 @@ class SplitModule(nn.Module):
         self.register_parameter(name, nn.Parameter(local.to(device) if device is not None else local))
         if split is not None:
             self.placements[name] = split
-        entry = ParameterEntry(fqn=name, layout=layout, registry=self._provisional)
-        attach_entry(self, name, entry)
+        attach_entry(self, name, ParameterEntry(fqn=name, layout=layout, registry=self._provisional))
 
     def divide_again(self, name: str, split: Split) -> None:
         """Changes the split of a parameter, in place.
@@ -143,25 +140,21 @@ def running_alone(model: nn.Module, mesh: Mesh) -> Iterator[None]:
     """Context manager: the parallel layers of `model` and its copies, and users of `mesh`'s groups, communicate with
     nobody, as if all ranks held the same. For shapes, and for comparisons of a model with itself.
     """
-    contexts = {id(module._split): module._split for module in model.modules() if isinstance(module, SplitModule)}
-    axes = {key: context.tp for key, context in contexts.items()}
+    contexts = [module._split for module in model.modules() if isinstance(module, SplitModule)]
+    axes = [context.tp for context in contexts]
     with mesh.represented(lambda group: LoneGroup(group.rank(), group.size())):
         try:
-            for context in contexts.values():
+            for context in contexts:
                 context.tp = Axis.of(mesh, "tp")
             yield
         finally:
-            for key, context in contexts.items():
-                context.tp = axes[key]
+            for context, axis in zip(contexts, axes, strict=True):
+                context.tp = axis
 
 
 def layout_of(shape: Sequence[int], split: Split | None, mesh: Mesh, *, data_axes: bool = True) -> Layout:
     """Builds the layout of a parameter of a hand-written model: split or replicated over tp, replicated over data axes.
-
-    Args:
-        shape: the full shape, or the shape of this rank's part.
-        split: how tp splits it; None: replicated.
-        data_axes: whether the layout includes the data axes.
+    The shape may be the full one or that of this rank's part.
     """
     shape = tuple(shape) if split is None else (*shape[: split.dim], split.size, *shape[split.dim + 1 :])
     over_data = steps_along(FSDP_AXES[::-1], mesh.shape) if data_axes else ()
@@ -171,9 +164,6 @@ def layout_of(shape: Sequence[int], split: Split | None, mesh: Mesh, *, data_axe
 def by_hand(parameter: Tensor, mesh: Mesh) -> Split | None:
     """Split of a parameter that the user has sliced: marked by `tensor_model_parallel` True and `partition_dim` (and
     `partition_stride`: sections of a fused parameter, each split). None for other parameters.
-
-    Raises:
-        ConfigError: the parameter has no such dim.
     """
     parts, said = mesh.size("tp"), vars(parameter)
     if parts == 1 or not said.get("tensor_model_parallel", False):

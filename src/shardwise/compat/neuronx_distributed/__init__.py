@@ -11,7 +11,6 @@ from shardwise.compat.neuronx_distributed import trainer as trainer
 from shardwise.compat.neuronx_distributed import xm as xm
 from shardwise.compat.neuronx_distributed.parallel_layers import parallel_state as parallel_state
 from shardwise.compat.neuronx_distributed.trainer.checkpoint import *  # noqa: F403
-from shardwise.compat.neuronx_distributed.trainer.config import *  # noqa: F403
 from shardwise.compat.neuronx_distributed.trainer.trainer import *  # noqa: F403
 
 

@@ -9,9 +9,8 @@ from lightning.pytorch import LightningModule
 from shardwise.compat.neuronx_distributed.parallel_layers import parallel_state
 from shardwise.compat.neuronx_distributed.trainer import trainer as nxd_trainer
 from shardwise.compat.warned import warn_idle
-from shardwise.lightning.models import note_spec
+from shardwise.lightning.models import ShardwiseTensorBoardLogger, ShardwiseTQDMProgressBar, note_spec
 from shardwise.lightning.precision import ShardwisePrecision
-from shardwise.lightning.reporting import ShardwiseTensorBoardLogger, ShardwiseTQDMProgressBar
 from shardwise.lightning.strategy import ShardwiseStrategy
 from shardwise.optim.summing import multiply_gradients
 from shardwise.plan.options import FsdpPolicy, Precision

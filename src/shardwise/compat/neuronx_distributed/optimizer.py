@@ -119,8 +119,8 @@ class NeuronZero1Optimizer(NxDOptimizer):
 
 def _place(directory: str | os.PathLike[str]) -> Path:
     mesh = current_mesh()
-    place = f"dp_rank_{mesh.data_rank:02d}.tp_rank_{mesh.coord('tp'):02d}_pp_rank_{mesh.coord('pp'):02d}"
-    return Path(directory) / f"optim.{place}"
+    ranks = f"dp_rank_{mesh.data_rank:02d}.tp_rank_{mesh.coord('tp'):02d}_pp_rank_{mesh.coord('pp'):02d}"
+    return Path(directory) / f"optim.{ranks}"
 
 
 def build_sharded(
@@ -128,8 +128,7 @@ def build_sharded(
 ) -> torch.optim.Optimizer:
     """An optimizer of that class with states sharded over data ranks."""
     check_class(optimizer_class)
-    groups = divided_groups(parameters)
-    group = mesh.group(*DATA_AXES)
+    groups, group = divided_groups(parameters), mesh.group(*DATA_AXES)
     if group is None or any(isinstance(each, DTensor) for own in groups for each in own["params"]):
         return optimizer_class(groups, **options)
     return ZeroRedundancyOptimizer(groups, optimizer_class, process_group=group, **options)

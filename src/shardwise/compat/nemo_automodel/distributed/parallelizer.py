@@ -3,31 +3,44 @@
 docs/migrate/nemo_automodel.md lists the differences from the original and the reasons.
 """
 
-from collections.abc import Mapping
+import fnmatch
+import inspect
+import pkgutil
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from shardwise.api.prepare import prepare
-from shardwise.compat.nemo_automodel.distributed.styles import hf_plan, import_from_path, read_plan
-from shardwise.compat.nemo_automodel.distributed.styles import style_of as translate_to_torch_parallel_style
+from shardwise.comm.collectives import copy_to_region
 from shardwise.compat.warned import warn_idle
-from shardwise.errors import ConfigError, MeshError, UnsupportedError, did_you_mean
+from shardwise.errors import ConfigError, MeshError, PlanError, UnsupportedError, did_you_mean
 from shardwise.job.groups import end_process_groups
 from shardwise.mesh import Mesh
 from shardwise.parallel.build import Construction, build_meta_model, initialize_meta
 from shardwise.parallel.loading import draw_values, record_missing
 from shardwise.parameters.canonical import full_value
 from shardwise.plan.options import FsdpPolicy, ParallelSpec, Precision, check_choice, check_kind
+from shardwise.plan.rule import STYLES, Rule
+from shardwise.plan.spec import FOUND_ANYWAY, Plan, match
 from shardwise.runtime.adapter_facts import find_model
-from shardwise.search.planning import plan_for
+from shardwise.runtime.reading import read_in_forward
+from shardwise.search.planning import AUTOMATIC, plan_for
 
 __all__ = [
     "HAVE_NVFSDP", "fsdp2_strategy_parallelize", "get_hf_tp_shard_plan", "import_classes_from_paths",
@@ -38,24 +51,12 @@ HAVE_NVFSDP = False
 """nvFSDP itself is not used: `nvfsdp_strategy_parallelize` does what it does with FSDP2, and works all the same."""
 
 _STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3} | {"params": 3, "grads_params": 3}
-_AXES = {
-    "pp": "pp",
-    "pipeline_parallel": "pp",
-    "dp_replicate": "ddp",
-    "ddp": "ddp",
-    "data_parallel": "data",
-    "dp": "data",
-    "dp_shard": "data",
-    "fsdp": "data",
-    "context_parallel": "data",
-    "cp": "data",
-    "tensor_parallel": "tp",
-    "tp": "tp",
-}
+_AXES = {"pp": "pp", "pipeline_parallel": "pp", "dp_replicate": "ddp", "ddp": "ddp"}
+_AXES |= dict.fromkeys(("data_parallel", "dp", "dp_shard", "fsdp", "context_parallel", "cp"), "data")
+_AXES |= {"tensor_parallel": "tp", "tp": "tp"}
 """The names of dims, to what they are here. Parameters are sharded over data and context parallel ranks together."""
 _destroy_dist_connection = end_process_groups
-
-Plan = Mapping[str, ParallelStyle | str] | str | None
+_ShardPlan = Mapping[str, ParallelStyle | str] | str | None
 
 
 def adopt_device_mesh(device_mesh: DeviceMesh, *, shards: bool = True) -> Mesh:
@@ -64,9 +65,6 @@ def adopt_device_mesh(device_mesh: DeviceMesh, *, shards: bool = True) -> Mesh:
     Args:
         device_mesh: mesh of the whole job. Context-parallel ranks count as data ranks.
         shards: whether data ranks shard the parameters, or replicate them (`no_shard`).
-
-    Raises:
-        MeshError: the argument is no `DeviceMesh`, or a dim of several ranks has an unknown name.
 
     Communicates: like `Mesh.adopt`; if data and context-parallel dims are not flattened, creates their common group.
     """
@@ -96,7 +94,7 @@ def fsdp2_strategy_parallelize(
     model: nn.Module,
     device_mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy | None = None,
-    tp_shard_plan: Plan = None,
+    tp_shard_plan: _ShardPlan = None,
     offload_policy: CPUOffloadPolicy | None = None,
 ) -> nn.Module:
     """Splits `model` over the tensor-parallel dim of `device_mesh` and shards it over data and context dims.
@@ -131,7 +129,7 @@ def nvfsdp_strategy_parallelize(
     model: nn.Module,
     device_mesh: DeviceMesh,
     nvfsdp_unit_modules: list[str] | None = None,
-    tp_shard_plan: Plan = None,
+    tp_shard_plan: _ShardPlan = None,
     data_parallel_sharding_strategy: str = "optim_grads_params",
     init_nvfsdp_with_meta_device: bool = False,
     grad_reduce_in_fp32: bool = False,
@@ -195,7 +193,7 @@ def import_classes_from_paths(class_paths: list[str]) -> list[type]:
     problems: list[str] = []
     for path in class_paths:
         try:
-            value = import_from_path(path)
+            value = _import_from_path(path)
             check_kind(path, value, type, fix="")
             classes.append(value)
         except ConfigError as error:
@@ -227,7 +225,13 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
         PlanError: there is no plan that computes the same.
     """
     check_kind("the model", model, nn.Module, fix="pass a model, not its class or name")
-    return hf_plan(plan_for(model, ParallelSpec(), num_parts=2))
+    styles: dict[str, list[str]] = {}
+    for rule in plan_for(model, ParallelSpec(), num_parts=2).rules:
+        styles.setdefault(rule.pattern, []).append(rule.style)
+    return {
+        pattern: translate_to_torch_parallel_style(own[0]) if len(own) == 1 else RuleStyle(*own)
+        for pattern, own in styles.items()
+    }
 
 
 def to_cpu(v: Any) -> Any:
@@ -247,7 +251,7 @@ def to_cpu(v: Any) -> Any:
 def _parallelize(
     model: nn.Module,
     mesh: Mesh,
-    tp_shard_plan: Plan,
+    tp_shard_plan: _ShardPlan,
     policy: MixedPrecisionPolicy,
     *,
     fsdp: FsdpPolicy,
@@ -263,11 +267,8 @@ def _parallelize(
             fix="cast inside the modules that compute in another dtype",
         )
     own = params or _own_dtype(model)
-    dtypes = {
-        "params": own,
-        "compute": policy.param_dtype or own,
-        "reduce": policy.reduce_dtype or policy.param_dtype or own,
-    }
+    compute = policy.param_dtype or own
+    dtypes = {"params": own, "compute": compute, "reduce": policy.reduce_dtype or compute}
     precision = None
     if nonfinite != "ignore" or set(dtypes.values()) != {own}:
         named = {name: str(each).removeprefix("torch.") for name, each in dtypes.items()}
@@ -310,9 +311,157 @@ def _fill_at_first_forward(model: nn.Module, values: Mapping[str, Tensor]) -> No
         handle.remove()
         for name, value in values.items():
             owner, _, own = name.rpartition(".")
-            buffers = module.get_submodule(owner)._buffers
-            old = buffers[own]
-            assert old is not None
-            buffers[own] = value.to(old.device, old.dtype)
+            module.get_submodule(owner)._buffers[own] = value.to(module.get_buffer(name))
 
     handle = model.register_forward_pre_hook(fill)
+
+
+_OF_TORCH: dict[str, tuple[type[ParallelStyle], dict[str, Any]]] = {
+    "colwise": (ColwiseParallel, {}),
+    "rowwise": (RowwiseParallel, {}),
+    "colwise_rep": (ColwiseParallel, {"output_layouts": Replicate()}),
+    "colwise_gather_output": (ColwiseParallel, {"output_layouts": Replicate()}),
+    "embedding_colwise": (ColwiseParallel, {"output_layouts": Replicate()}),
+    "rowwise_rep": (RowwiseParallel, {"input_layouts": Replicate()}),
+    "rowwise_split_input": (RowwiseParallel, {"input_layouts": Replicate()}),
+    "embedding_rowwise": (RowwiseParallel, {"input_layouts": Replicate()}),
+    "sequence_parallel": (SequenceParallel, {}),
+}
+
+
+class RuleStyle(ParallelStyle):
+    """A style without a torch class. It carries the equivalent rules.
+
+    Attributes:
+        styles: one style for each section of a plan that has a rule for the module.
+    """
+
+    def __init__(self, *styles: str) -> None:
+        super().__init__()
+        self.styles = styles
+
+    def __repr__(self) -> str:
+        return f"RuleStyle({', '.join(self.styles)})"
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Called by torch's own `parallelize_module`: keeps the module's parameters replicated; sums gradients."""
+        if self.styles == ("replicated_with_grad_allreduce",):
+            group = device_mesh.get_group()
+
+            def read(parameter: Tensor) -> Tensor:  # no hook on the parameter, in whose place FSDP2 puts another
+                return copy_to_region(parameter, group)
+
+            for owner in module.modules():
+                read_in_forward(owner, [name for name, _ in owner.named_parameters(recurse=False)], read)
+            return module
+        raise UnsupportedError(
+            f"{self} in torch's parallelize_module",
+            why="it divides what DTensor cannot, so torch has no such style",
+            fix="pass the plan to fsdp2_strategy_parallelize, nvfsdp_strategy_parallelize or shardwise.parallelize",
+        )
+
+
+def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
+    """Style object for a style string of transformers or Shardwise.
+
+    Raises:
+        PlanError: the argument is no string, or no style.
+    """
+    if not isinstance(style, str):
+        raise PlanError(
+            f"Unsupported parallel style type: {type(style).__name__}", fix='use a string such as "colwise"'
+        )
+    if style in _OF_TORCH:
+        build, options = _OF_TORCH[style]
+        return build(**options)
+    if style not in FOUND_ANYWAY:
+        try:
+            Rule.of("*", style)
+        except PlanError as error:
+            known = set(_OF_TORCH).union(*STYLES.values())
+            raise PlanError(
+                f"Unknown parallel style: {style}{did_you_mean(style, known)}",
+                fix=f"use one of {', '.join(sorted(known))}",
+            ) from error
+    return RuleStyle(style)
+
+
+def _import_from_path(path: str) -> Any:
+    """The object at a dotted path such as `package.module.Name`."""
+    try:
+        if "." not in path:
+            raise ValueError("it names a module and an object in it")
+        return pkgutil.resolve_name(path)
+    except (TypeError, ValueError, ImportError, AttributeError) as error:
+        hint = did_you_mean(error.name, dir(error.obj)) if isinstance(error, AttributeError) and error.name else ""
+        raise ConfigError(f"cannot import {path!r}{hint}", why=str(error), fix="use package.module.Name") from error
+
+
+def read_plan(plan: Any, model: nn.Module) -> tuple[str | Plan, bool]:
+    """Converts a plan of torch's styles to rules. Also returns whether it uses sequence parallelism.
+
+    Args:
+        plan: patterns to torch's styles or style strings; the import path of such a dictionary, or of a function that
+            returns one (of the model, if it takes an argument); "auto", "declared" or "derived"; None for "auto".
+    """
+    check_kind("the model", model, nn.Module, fix="pass the model itself, first")
+    if isinstance(plan, str) and plan not in AUTOMATIC:
+        plan = _import_from_path(plan)
+    if callable(plan) and not isinstance(plan, Mapping):
+        plan = plan(model) if inspect.signature(plan).parameters else plan()
+    if plan is None or isinstance(plan, Plan) or (isinstance(plan, str) and plan in AUTOMATIC):
+        return plan or "auto", False
+    if not isinstance(plan, Mapping):
+        raise PlanError(
+            f"a tp_shard_plan cannot be a {type(plan).__name__}",
+            fix='use a dict such as {"model.layers.*.mlp.up_proj": ColwiseParallel()}, or the import path of one',
+        )
+    rules: list[Rule] = []
+    for pattern, style in plan.items():
+        names = [name for name, _ in model.named_modules() if _matches(str(pattern), name)]
+        for each in _styles(pattern, style, model, names):
+            rules += [Rule.of(target, each) for target in ([pattern] if _is_ours(pattern) else names)]
+    is_sequence = any(
+        isinstance(style, SequenceParallel)
+        or style == "sequence_parallel"
+        or (isinstance(style, RowwiseParallel) and style.output_layouts[0] == Shard(1))
+        for style in plan.values()
+    )
+    return Plan(tuple({(type(rule), rule.pattern): rule for rule in rules}.values())), is_sequence
+
+
+def _is_ours(pattern: str) -> bool:
+    """Whether a pattern means the same for `fnmatch`, which torch uses, and for us."""
+    return all(part in ("*", "**") or not set(part) & set("*?[") for part in pattern.split("."))
+
+
+def _matches(pattern: str, name: str) -> bool:
+    if _is_ours(pattern):
+        return match(pattern, name)
+    parts, own = pattern.split("."), name.split(".")
+    return len(parts) == len(own) and all(map(fnmatch.fnmatch, own, parts))
+
+
+def _styles(pattern: str, style: Any, model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
+    """Our styles for the user's style of a pattern; empty if sequence parallelism itself covers it."""
+    if isinstance(style, str):
+        style = translate_to_torch_parallel_style(style)
+    if isinstance(style, RuleStyle):
+        return tuple(each for each in style.styles if each not in FOUND_ANYWAY)
+    if isinstance(style, SequenceParallel | PrepareModuleInput | PrepareModuleOutput | PrepareModuleInputOutput):
+        return ()
+    modules = [model.get_submodule(name) for name in names]
+    is_embedding = bool(modules) and all(isinstance(module, nn.Embedding) for module in modules)
+    if isinstance(style, ColwiseParallel):
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        gathers = style.output_layouts[0].is_replicate() or any(module is head for module in modules)
+        return ("embedding_colwise",) if is_embedding else ("colwise_gather_output" if gathers else "colwise",)
+    if isinstance(style, RowwiseParallel):
+        if is_embedding:
+            return ("embedding_rowwise",)
+        return ("rowwise_split_input" if style.input_layouts[0].is_replicate() else "rowwise",)
+    raise PlanError(
+        f"the plan has a {type(style).__name__} for {pattern!r}",
+        fix="use ColwiseParallel, RowwiseParallel, SequenceParallel, PrepareModuleInput, PrepareModuleOutput, a style "
+        'string such as "colwise", or what get_hf_tp_shard_plan gives',
+    )

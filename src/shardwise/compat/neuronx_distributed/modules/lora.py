@@ -17,7 +17,6 @@ from shardwise.parallel.apply import check_unsplit
 from shardwise.plan.options import check_choice, check_kind
 
 _INITS = {"default": True, "gaussian": "gaussian"}
-_BIASES = ("none", "all", "lora_only")
 _PEFTS = ("lora_alpha", "lora_dropout", "bias", "target_modules", "use_rslora", "modules_to_save")  # named as there
 
 
@@ -56,8 +55,8 @@ class LoraConfig:
     lora_load_tag: str | None = None
 
     def __post_init__(self) -> None:
-        for name, known in (("bias", _BIASES), ("init_lora_weights", tuple(_INITS))):
-            check_choice(f"LoraConfig {name}", getattr(self, name), known)
+        check_choice("LoraConfig bias", self.bias, ("none", "all", "lora_only"))
+        check_choice("LoraConfig init_lora_weights", self.init_lora_weights, tuple(_INITS))
         if self.merge_lora and not self.save_lora_base:
             raise ConfigError("LoraConfig merge_lora without save_lora_base", why="it is the base that it is merged in")
 

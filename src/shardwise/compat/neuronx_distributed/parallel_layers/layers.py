@@ -77,11 +77,7 @@ class ParallelEmbedding(StandaloneEmbedding):
 
 
 def own_options(order: Sequence[str], args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Converts NxD's options of a layer to ours. Unknown ones stay, and raise a TypeError later.
-
-    Raises:
-        UnsupportedError: an option is not supported.
-    """
+    """Converts NxD's options of a layer to ours. Unknown ones stay, and raise a TypeError later."""
     given: dict[str, Any] = {"dtype": torch.float32} | dict(zip(order, args, strict=False)) | options
     given["reduce_output=False"] = not given.pop("reduce_output", True)
     for name in ("max_norm", "reduce_output=False", "scale_grad_by_freq", "skip_bias_add", "sparse"):

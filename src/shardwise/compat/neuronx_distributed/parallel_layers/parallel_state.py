@@ -36,14 +36,13 @@ class _State:
     """The mesh of this process.
 
     Attributes:
-        waits: whether a mesh of one rank is opened at its first use: a Lightning Trainer may still start the ranks.
-        shards_later: whether that mesh shards over data ranks.
+        shards_later: whether a mesh of one rank that is opened at its first use, as a Lightning Trainer may still start
+            the ranks, shards over data ranks; None: none is.
         own_group: this rank's group of itself, created on demand.
     """
 
     mesh: Mesh | None = None
-    waits: bool = False
-    shards_later: bool = False
+    shards_later: bool | None = None
     own_group: dist.ProcessGroup | None = None
 
 
@@ -70,29 +69,25 @@ def initialize_model_parallel(
 
 
 def _open(tp_size: int, pp_size: int, *, shards: bool) -> Mesh:
-    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else read_world_size()
-    _State.mesh = Mesh.open(MeshShape.filling(world_size, tp_size=tp_size, pp_size=pp_size, shards=shards))
-    _State.waits = False
-    return _State.mesh
+    world_size = dist.get_world_size() if dist.is_initialized() else read_world_size()
+    mesh = Mesh.open(MeshShape.filling(world_size, tp_size=tp_size, pp_size=pp_size, shards=shards))
+    _State.mesh, _State.shards_later = mesh, None
+    return mesh
 
 
 def initialize_later(*, shards: bool) -> None:
     """Initializes model parallelism over one rank at the first use of the mesh."""
-    _State.waits, _State.shards_later = True, shards
+    _State.shards_later = shards
 
 
 def adopt(mesh: Mesh) -> None:
-    """Takes over a mesh that a Lightning strategy has opened.
-
-    Raises:
-        MeshError: model parallelism was initialized over other ranks.
-    """
+    """Takes over a mesh that a Lightning strategy has opened."""
     if _State.mesh is not None and _State.mesh.shape.world_size != mesh.shape.world_size:
         raise MeshError(
             f"model parallel was {_State.mesh.shape} before the Trainer started the ranks of {mesh.shape}",
             fix="ask parallel_state for groups and sizes inside the LightningModule, or start the script by torchrun",
         )
-    _State.mesh, _State.waits = mesh, False
+    _State.mesh, _State.shards_later = mesh, None
 
 
 def opened_mesh() -> Mesh | None:
@@ -102,24 +97,20 @@ def opened_mesh() -> Mesh | None:
 
 def model_parallel_is_initialized() -> bool:
     """Whether `initialize_model_parallel` or `neuronx_distributed_config` has initialised model parallelism."""
-    return _State.mesh is not None or _State.waits
+    return _State.mesh is not None or _State.shards_later is not None
 
 
 def destroy_model_parallel() -> None:
     """Releases the groups; `initialize_model_parallel` may be called again. Safe to call twice."""
     mesh = _State.mesh
-    _State.mesh, _State.own_group, _State.waits = None, None, False
+    _State.mesh = _State.own_group = _State.shards_later = None
     if mesh is not None:
         mesh.close()
 
 
 def current_mesh() -> Mesh:
-    """The mesh of this process.
-
-    Raises:
-        MeshError: model parallelism is not initialized.
-    """
-    if _State.mesh is None and _State.waits:
+    """The mesh of this process."""
+    if _State.mesh is None and _State.shards_later is not None:
         return _open(1, 1, shards=_State.shards_later)
     if _State.mesh is None:
         raise MeshError(
@@ -133,13 +124,13 @@ def current_mesh() -> Mesh:
 def _groups(*axes: str, as_list: bool) -> Any:
     """This rank's process group along these axes, or the global ranks of all groups.
 
-    Returns a group of one rank for an axis of size 1, because torch takes None for all ranks.
+    An axis of size 1 has a group of one rank, because torch takes None for all ranks.
     """
     mesh = current_mesh()
     if as_list:
         return [list(ranks) for ranks in mesh.shape.groups(*axes)]
     group = mesh.group(*axes)
-    if group is None and _State.own_group is None and dist.is_available() and dist.is_initialized():
+    if group is None and _State.own_group is None and dist.is_initialized():
         _State.own_group = new_group_of_one(timeout=datetime.timedelta(seconds=600))
     return group or _State.own_group
 

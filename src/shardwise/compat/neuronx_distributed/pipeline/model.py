@@ -6,9 +6,8 @@ from typing import Any
 from torch import nn
 
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
-from shardwise.compat.neuronx_distributed.trainer.config import neuronx_distributed_config
 from shardwise.compat.neuronx_distributed.trainer.model import NxDModel
-from shardwise.compat.neuronx_distributed.trainer.trainer import split_model
+from shardwise.compat.neuronx_distributed.trainer.trainer import neuronx_distributed_config, split_model
 
 
 class NxDPPModel(NxDModel):

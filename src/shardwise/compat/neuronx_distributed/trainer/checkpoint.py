@@ -65,21 +65,20 @@ def save_checkpoint(
         raise ConfigError(f"num_kept_ckpts is {num_kept_ckpts}", fix="use a positive number, or -1 to keep all")
     num_kept = None if num_kept_ckpts == -1 else num_kept_ckpts
     model = vars(model).get("model", model) if model is not None else None  # of a NeuronLTModule
-    entries = optimizer if isinstance(optimizer, dict) else None
-    split = _model_of(model, None if entries is not None else optimizer)
+    split = _model_of(model, _own(optimizer))
     lora = getattr(split, "lora_config", None)
     pending = checkpoints.save_checkpoint(
         path,
         model=split,
-        optimizer=None if isinstance(optimizer, dict) else _optimizer(optimizer),
+        optimizer=_own(optimizer),
         scheduler=scheduler,
         extra=user_content if lora is None else lora.packed(user_content),
         tag=str(tag) or None,
         async_save=async_save,
-        keep_last=num_kept if entries is None else None,
+        keep_last=None if isinstance(optimizer, dict) else num_kept,
     )
-    if entries is not None:
-        save(entries, root_of(path) / pending.wait() / _DICTIONARY, False, master_dp_only=not zero1_optimizer)
+    if isinstance(optimizer, dict):
+        save(optimizer, root_of(path) / pending.wait() / _DICTIONARY, False, master_dp_only=not zero1_optimizer)
         if num_kept is not None and current_mesh().rank == 0:  # not before this one is complete
             prune(root_of(path), keep_last=num_kept)
     if lora is not None:
@@ -110,12 +109,7 @@ def load_checkpoint(
     warn_idle("load_checkpoint", _STREAMED, num_workers=num_workers != 8)
     chosen = str(tag or "") or None
     content = checkpoints.load_checkpoint(
-        path,
-        chosen,
-        model=None if model is None else unwrapped(model),
-        optimizer=None if isinstance(optimizer, dict) else _optimizer(optimizer),
-        scheduler=scheduler,
-        strict=strict,
+        path, chosen, model=unwrapped(model), optimizer=_own(optimizer), scheduler=scheduler, strict=strict
     )
     if isinstance(optimizer, dict):
         place = find_tag(root_of(path), chosen) / _DICTIONARY
@@ -146,5 +140,8 @@ def has_checkpoint(path: Path) -> bool:
     return root_of(path).is_dir() and bool(find_tags(root_of(path)))
 
 
-def _optimizer(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
+def _own(optimizer: torch.optim.Optimizer | dict[str, Any] | None) -> torch.optim.Optimizer | None:
+    """The optimizer without NxD's wrapper; None for a dictionary."""
+    if isinstance(optimizer, dict):
+        return None
     return optimizer.optimizer if isinstance(optimizer, NxDOptimizer) else optimizer

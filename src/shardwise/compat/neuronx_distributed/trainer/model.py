@@ -37,8 +37,8 @@ class NxDModel(nn.Module):
             averages=config.get("broadcast_and_average_loss", False),
         )
         # The module is no child, so that names have no prefix.
-        self.__dict__.update(module=module, runner=runner, nxd_config=dict(nxd_config))
-        self.__dict__["pp_enabled"] = current_mesh().size("pp") > 1
+        self.__dict__.update(module=module, runner=runner)
+        self.nxd_config, self.pp_enabled = dict(nxd_config), current_mesh().size("pp") > 1
         self.train()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -96,6 +96,6 @@ class NxDModel(nn.Module):
         return f"NxDModel({self.local_module()!r})"
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The split model inside of an `NxDModel`; other models are returned unchanged."""
+def unwrapped(model: Any) -> Any:
+    """The split model inside of an `NxDModel`; others, and None, are returned unchanged."""
     return model.local_module() if isinstance(model, NxDModel) else model

@@ -16,7 +16,7 @@ from shardwise.api.prepare import decide
 from shardwise.api.sources import split_lazily
 from shardwise.compat.layers.by_hand import split_rewritten
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
-from shardwise.compat.optimum_neuron.distributed.moved_optimizer import move_optimizer
+from shardwise.compat.optimum_neuron.distributed.utils import move_optimizer
 from shardwise.compat.run_batch import add_runners
 from shardwise.compat.warned import warn_idle
 from shardwise.errors import ConfigError

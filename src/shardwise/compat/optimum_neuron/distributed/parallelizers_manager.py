@@ -19,7 +19,6 @@ from shardwise.topology.shape import MeshShape
 
 __all__ = ["ParallelizersManager", "Support"]
 
-
 _KINDS = {
     "tp2": (MeshShape(tp_size=2), ParallelSpec()),
     "tp2 along the sequence": (MeshShape(tp_size=2), ParallelSpec(sequence_parallel=True)),

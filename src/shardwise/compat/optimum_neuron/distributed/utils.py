@@ -1,18 +1,25 @@
-"""Lazy loading and lazy optimizers."""
+"""Lazy loading, and optimizers that are built before the model is split and moved to its parameters afterwards."""
 
+import copy
+import functools
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.api.sources import SOURCE, build_meta
-from shardwise.compat.optimum_neuron.distributed.moved_optimizer import lazy_class as make_optimizer_constructor_lazy
+from shardwise.errors import ConfigError, UnsupportedError, counted
+from shardwise.optim.elementwise import check_optimizer
+from shardwise.optim.optimizer import KNOWN, divided_groups, groups_of
 from shardwise.parallel.build import read_config
-from shardwise.plan.options import check_count
+from shardwise.parameters.canonical import local_tensor
+from shardwise.parameters.registry import entry_of, find_parameters
+from shardwise.plan.options import check_count, check_kind
 from shardwise.weights.locate import HUB_OPTIONS
 
 __all__ = ["from_pretrained_for_mp", "lazy_load_for_parallelism", "make_optimizer_constructor_lazy"]
@@ -86,8 +93,7 @@ def from_pretrained_for_mp(
     options = {"allow_missing": True, "allow_unused": True, **options, **where}
     model, source = build_meta(place, cls, config=config, dtype=dtype, options=options)
     index, found = source.index, source.found
-    assert index is not None
-    assert found is not None
+    assert index is not None and found is not None
     model.__dict__[SOURCE] = source
     model._weight_map = {fqn: index[each.keys[0]].path for fqn, each in found.tensors.items() if each.keys}
     info = {
@@ -97,3 +103,110 @@ def from_pretrained_for_mp(
         "error_msgs": [],
     }
     return (model, info) if wants_info else model
+
+
+_ARGUMENTS = "_shardwise_arguments"
+
+
+def make_optimizer_constructor_lazy(optimizer_cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Subclass whose optimizers record their arguments, and hold an empty parameter in place of each group.
+
+    Its instances have the groups and options of real ones, so wrong arguments raise at once, but they cannot step.
+    """
+
+    class Lazy(optimizer_cls):  # type: ignore[misc, valid-type]
+        @functools.wraps(optimizer_cls.__init__)  # type: ignore[misc]
+        def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+            groups = groups_of(params)
+            places = [{**group, "params": [nn.Parameter(torch.empty(0))]} for group in groups]
+            super().__init__(places, *args, **kwargs)
+            self.__dict__[_ARGUMENTS] = optimizer_cls, groups, args, kwargs
+
+        def step(self, closure: Any = None) -> Any:
+            raise UnsupportedError(
+                f"a step of a lazy {optimizer_cls.__name__}",
+                why="it holds no parameters yet",
+                fix="use what optimizer_for_mp returns",
+            )
+
+    Lazy.__name__ = Lazy.__qualname__ = f"Lazy{optimizer_cls.__name__}"
+    return Lazy
+
+
+def move_optimizer(optimizer: torch.optim.Optimizer, moved: Mapping[int, Tensor]) -> torch.optim.Optimizer:
+    """An optimizer like `optimizer` over the split parameters.
+
+    A lazy optimizer is created as requested. Any other keeps its class, its options, those of its
+    groups, and this rank's part of its state. Parameters of other stages are left out.
+    """
+    check_kind("the optimizer", optimizer, torch.optim.Optimizer, fix="pass the optimizer, then the mapping")
+    if not isinstance(moved, Mapping) or not all(
+        isinstance(key, int) and isinstance(value, Tensor) for key, value in moved.items()
+    ):  # nobody's id would be one of another stage's
+        raise ConfigError("the mapping is not one of ids to parameters", fix="map id(parameter) to parameters")
+    lazy = optimizer.__dict__.get(_ARGUMENTS)
+    given = lazy[1] if lazy is not None else optimizer.param_groups
+    _check_all(given, moved)
+    kept = [[moved[id(_own(each))] for each in group["params"] if id(_own(each)) in moved] for group in given]
+    groups = divided_groups({**group, "params": params} for group, params in zip(given, kept, strict=True))
+    groups = groups or [{**given[0], "params": []}]  # all are other stages'
+    if lazy is not None:
+        made: torch.optim.Optimizer = lazy[0](groups, *lazy[2], **lazy[3])
+    else:
+        made = _alike(optimizer, groups, moved)
+    check_optimizer(made, lazy[3] if lazy is not None else {})
+    return made
+
+
+def _own(each: Any) -> Any:
+    """The parameter of an entry, which may be (name, parameter)."""
+    return each[1] if isinstance(each, tuple) else each
+
+
+def _check_all(groups: Iterable[Mapping[str, Any]], moved: Mapping[int, Tensor]) -> None:
+    lost = [_own(each) for group in groups for each in group["params"] if id(_own(each)) not in moved]
+    if not lost:
+        return
+    entry = next((entry for value in moved.values() if (entry := entry_of(value)) is not None), None)
+    if entry is None or entry.registry.mesh.size("pp") == 1:
+        raise ConfigError(
+            f"what became of {counted(len(lost), 'parameter')} of the optimizer is not said",
+            why=f"of shapes {', '.join(str(list(each.shape)) for each in lost[:3])}",
+            fix="map the id of every parameter that the optimizer was built with to the one of the same name",
+        )
+    model, tied = entry.registry.model(), set(entry.registry.tied.values())
+    mapped, shapes = {id(value) for value in moved.values()}, {tuple(each.shape) for each in lost}
+    for fqn, value, own in find_parameters(model) if model is not None else ():
+        is_lost = own is not None and own.fqn in tied and own.layout.shape in shapes and id(value) not in mapped
+        if is_lost and value.requires_grad:
+            raise ConfigError(
+                f"what became of a parameter of the optimizer is not said, and nothing became {fqn}",
+                why="it is tied, and this stage knows it by its other name",
+                fix="map by all names: model.named_parameters(remove_duplicate=False)",
+            )
+
+
+def _alike(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], moved: Mapping[int, Tensor]
+) -> torch.optim.Optimizer:
+    made = object.__new__(type(optimizer))
+    memo: dict[int, Any] = dict(moved)
+    for name, value in optimizer.__dict__.items():
+        if name.startswith("_optimizer_"):  # hooks
+            made.__dict__[name] = copy.copy(value)
+        elif name not in ("param_groups", "state", KNOWN) and not callable(value):
+            made.__dict__[name] = copy.deepcopy(value, memo)
+    made.__dict__["param_groups"] = groups
+    made.__dict__["state"] = type(optimizer.state)(dict)
+    for parameter, state in optimizer.state.items():
+        if (now := moved.get(id(parameter))) is not None:
+            made.state[now] = {name: _moved_state(value, now) for name, value in state.items()}
+    return made
+
+
+def _moved_state(value: Any, parameter: Tensor) -> Any:
+    """One state value for `parameter`: this rank's part if it has the full shape."""
+    entry = entry_of(parameter)
+    if entry is None or not isinstance(value, Tensor) or not value.ndim or value.shape != entry.layout.shape:
+        return copy.deepcopy(value)
+    return entry.wrap(local_tensor(value, entry.layout, entry.registry.mesh.coords).to(parameter.device))
