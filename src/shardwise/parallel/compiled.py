@@ -25,8 +25,8 @@ from shardwise.plan.structure import outermost_layers
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.linear import apply_mixin
 
+# Whether torch takes for an effect what a recomputed region notes about its forward and takes back when it ends.
 _REFUSES_NOTES = Version(torch.__version__) < Version("2.13")
-"""Whether torch takes for an effect what a recomputed region notes about its forward and takes back when it ends."""
 
 
 class Compiled:
@@ -54,27 +54,25 @@ def apply_compilation(
     """Makes the layers of `model` compile at their first run; see `check_compilation`. Communicates nothing."""
     if choice is None:
         return
-    context = registry.context
-    context.is_compiled = True
+    registry.context.is_compiled = True
     known: dict[type, Callable[..., Any]] = {}
     for name in outermost_layers(registry.plan.stacks):
         layer = model.get_submodule(name)
         if type(layer) not in known:
-            of_backend = dict(choice.options) if choice.options else None  # torch takes out what is not the backend's
             known[type(layer)] = torch.compile(
                 _own_code(type(layer).forward),
                 fullgraph=True,
                 backend=choice.backend,
                 dynamic=choice.dynamic,
                 mode=choice.mode,
-                options=of_backend,
+                options=dict(choice.options or {}) or None,  # torch takes out what is not the backend's
             )
         apply_mixin(
             layer,
             Compiled,
             _compiled_forward=known[type(layer)],
             _compiled_stack=registry.plan.stack_of(name),
-            _compiled_context=context,
+            _compiled_context=registry.context,
             _compiled_settings=functools.partial(_settings, budget),
         )
 
