@@ -9,7 +9,7 @@ from shardwise.errors import PlanError, UnsupportedError
 from shardwise.plan.spec import Plan
 from shardwise.probe.trial import Verdict
 from shardwise.search import deriving
-from shardwise.search.refusal import no_plan_error
+from shardwise.search.deriving import no_plan_error
 from shardwise.tiny.models import build_tiny_model, shrink_config
 from tests.families import derive_plan
 

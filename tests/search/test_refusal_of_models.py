@@ -107,7 +107,7 @@ def test_a_small_stack_stays_whole_beside_one_that_splits_and_says_why():
 
 @pytest.mark.single
 def test_what_is_split_must_be_worth_it(monkeypatch):
-    monkeypatch.setattr("shardwise.search.refusal._LEAST", 0.9)
+    monkeypatch.setattr("shardwise.search.deriving._LEAST", 0.9)
     with pytest.raises(PlanError, match=r"only 8\d\.\d% of its layers can be split"):
         plan_for(build(straight=2), ParallelSpec(plan="auto"), num_parts=2)
 

@@ -20,9 +20,8 @@ from shardwise.plan.resolve import resolve
 from shardwise.plan.rule import InputRule, ParameterRule, SequenceRule
 from shardwise.plan.spec import Plan
 from shardwise.probe.trial import Trial
-from shardwise.search.deriving import widen_regions
+from shardwise.search.deriving import Candidate, widen_regions
 from shardwise.search.generalize import generalize
-from shardwise.search.refusal import Candidate
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
 from tests.families import FULL_PRODUCT, derive_plan
 

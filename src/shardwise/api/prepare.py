@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from shardwise.comm.agree import agree_on, gather_from_all, raise_on_all_ranks
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.estimate.cuts import check_layers, check_pipeline
 from shardwise.lora.inject import check_adapters, check_prompts, guard_wrapper
 from shardwise.loss.label_use import LabelUse, label_use_of, note_label_use
 from shardwise.mesh import Mesh
 from shardwise.optim.gradients import track_gradients
 from shardwise.optim.optimizer import watch_optimizers
-from shardwise.parallel.apply import apply_plan, check_axes, check_unsplit
+from shardwise.parallel.apply import apply_plan, check_unsplit
 from shardwise.parallel.compiled import check_compilation
 from shardwise.parallel.facts import decide_split, read_facts, read_stacks
 from shardwise.parameters.assigned import check_assignments
@@ -38,7 +38,7 @@ from shardwise.runtime.adapter_facts import find_model, without_adapters
 from shardwise.runtime.modes import refuse_ddp
 from shardwise.search.planning import plan_for
 from shardwise.sharding.json_form import from_json, to_json
-from shardwise.topology.shape import MeshShape
+from shardwise.topology.shape import UNSERVED_AXES, MeshShape
 
 
 def prepare(given: nn.Module, mesh: Mesh, spec: ParallelSpec, *, dtype: torch.dtype | None = None) -> Registry:
@@ -83,7 +83,13 @@ def check_options(shape: MeshShape, spec: ParallelSpec) -> None:
             option, recomputation is combined with a split backward, or torch has no such compiler.
         UnsupportedError: the layout has an axis that is not implemented.
     """
-    check_axes(shape)
+    unserved = {axis: shape.size(axis) for axis in UNSERVED_AXES if shape.size(axis) > 1}
+    if unserved:
+        raise UnsupportedError(
+            f"layout {shape} uses " + ", ".join(f"{axis}{size}" for axis, size in unserved.items()),
+            why="only pp, ddp, fsdp and tp are supported so far",
+            fix=f"use fsdp{shape.world_size} or tp{shape.world_size}",
+        )
     check_pipeline(spec.pipeline, shape, spec.recompute)
     check_compilation(spec.compilation)
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
-from shardwise.errors import ConfigError, PlanError, UnsupportedError
+from shardwise.errors import ConfigError, PlanError
 from shardwise.loss.logits import apply_deferral
 from shardwise.mesh import Mesh
 from shardwise.parallel.adapters import apply_adapters
@@ -36,7 +36,6 @@ from shardwise.runtime.context import SplitContext
 from shardwise.runtime.host_masks import leave_out_cache
 from shardwise.runtime.modes import check_unwrapped, has_dropout
 from shardwise.runtime.reading import Casting, cast_in_forward, read_through
-from shardwise.topology.shape import UNSERVED_AXES, MeshShape
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -69,15 +68,16 @@ def _cache_builders(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def apply_precision(model: nn.Module, registry: Registry, precision: Precision | None) -> None:
-    """Makes a split model compute in the dtype of `precision`, in place. Communicates nothing.
-
-    FSDP2 casts the parameters that it shards (see `apply_data_parallelism`).
-    """
+    """Makes a split model compute in the dtype of `precision`, in place. FSDP2 casts the parameters that it shards."""
     registry.precision = precision
     if precision is None:
         return
     dtype = getattr(torch, precision.compute)
-    _narrow_frozen(model, registry, dtype)
+    for name, parameter in model.named_parameters():
+        is_wider = parameter.is_floating_point() and parameter.dtype.itemsize > dtype.itemsize
+        if is_wider and not parameter.requires_grad:  # it is never updated
+            registry.frozen[name] = dtype
+            parameter.data = parameter.data.to(dtype)
     if precision.params == precision.compute == "bfloat16":
         warnings.warn(
             f"parameters are kept in {precision.params}: updates smaller than 1/256 of a weight are lost to rounding, "
@@ -95,15 +95,6 @@ def apply_precision(model: nn.Module, registry: Registry, precision: Precision |
             read_through(owner, name, casting)
     for module in (*(model.get_submodule(each) for unit in registry.plan.units for each in unit), model):
         cast_in_forward(module, casting)
-
-
-def _narrow_frozen(model: nn.Module, registry: Registry, compute: torch.dtype) -> None:
-    """Stores frozen parameters in the dtype of computation, because they are never updated."""
-    for name, parameter in model.named_parameters():
-        is_wider = parameter.is_floating_point() and parameter.dtype.itemsize > compute.itemsize
-        if is_wider and not parameter.requires_grad:
-            registry.frozen[name] = compute
-            parameter.data = parameter.data.to(compute)
 
 
 def _cast_what_is_kept_in_full(model: nn.Module, registry: Registry, casting: Casting) -> None:
@@ -190,14 +181,3 @@ def check_unsplit(model: nn.Module) -> None:
     check_unwrapped(model)
     if is_split(model):
         raise PlanError(f"this {type(model).__name__} is split already", fix="split a model once, from the unsplit one")
-
-
-def check_axes(shape: MeshShape) -> None:
-    """Raises `UnsupportedError` if the layout has an axis that is not implemented."""
-    unserved = {axis: shape.size(axis) for axis in UNSERVED_AXES if shape.size(axis) > 1}
-    if unserved:
-        raise UnsupportedError(
-            f"layout {shape} uses " + ", ".join(f"{axis}{size}" for axis, size in unserved.items()),
-            why="only pp, ddp, fsdp and tp are supported so far",
-            fix=f"use fsdp{shape.world_size} or tp{shape.world_size}",
-        )

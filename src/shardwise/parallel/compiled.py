@@ -25,8 +25,8 @@ from shardwise.plan.structure import outermost_layers
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.linear import apply_mixin
 
+# Whether torch takes for an effect what a recomputed region notes about its forward and takes back when it ends.
 _REFUSES_NOTES = Version(torch.__version__) < Version("2.13")
-"""Whether torch takes for an effect what a recomputed region notes about its forward and takes back when it ends."""
 
 
 class Compiled:

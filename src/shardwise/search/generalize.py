@@ -259,7 +259,9 @@ class RealSizes:
     def _verdict(self, decided: SplitPlan | None) -> Verdict | None:
         """Runs the ranks that hold most and least, or the unsplit model; None if the result depends on values."""
         for rank in (0, self._num_parts - 1) if decided is not None and _uneven(decided) else (0,):
-            model, mesh = _copied(self.model), SimulatedMesh(LoneGroup(rank, self._num_parts))
+            # Copies share the model's memory; nothing writes to it.
+            shared = {id(each): nn.Parameter(each.detach(), each.requires_grad) for each in self.model.parameters()}
+            model, mesh = copy.deepcopy(self.model, shared), SimulatedMesh(LoneGroup(rank, self._num_parts))
             try:
                 with fake_tensors(), FakeTensorCorrections():
                     allocate_meta(model)
@@ -275,12 +277,6 @@ class RealSizes:
             except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on a wrong split
                 return verdict_of_exception(error)
         return Verdict(passed=True)
-
-
-def _copied(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy whose parameters share the model's memory; nothing writes to them."""
-    shared = {id(each): nn.Parameter(each.detach(), each.requires_grad) for each in model.parameters()}
-    return copy.deepcopy(model, shared)
 
 
 def _uneven(decided: SplitPlan) -> list[str]:

@@ -29,7 +29,6 @@ from shardwise.plan.structure import ModelFacts, is_within, outermost, outermost
 from shardwise.runtime.arguments import hidden_name
 from shardwise.search.block_graph import BlockGraph
 from shardwise.search.influence import RequiredIndices, RowProduct, gradients_of, is_linear_weight, is_nonzero
-from shardwise.search.refusal import Candidate
 from shardwise.search.trace import Layer, ModuleCall, norm_formula
 from shardwise.search.traced_sizes import solve
 from shardwise.sharding.boxes import Interval
@@ -310,13 +309,12 @@ _MAX_INPUTS = 2
 _rule = functools.partial(SequenceRule, source="structure")
 
 
-def sequence_plans(candidate: Candidate, layers: Sequence[Layer]) -> Iterator[Plan]:
-    """Yields plans with rules for splitting the sequence, best guess first; possibly the candidate's plan unchanged.
+def sequence_plans(plan: Plan, split: SplitPlan, facts: ModelFacts, layers: Sequence[Layer]) -> Iterator[Plan]:
+    """Yields `plan` (`split`, once resolved) with rules for splitting the sequence, best guess first, or unchanged.
 
     Args:
         layers: layers of a tiny model in eval mode, every tensor a node, nothing cut; empty if it cannot be watched.
     """
-    plan, split, facts = candidate.plan, candidate.split, candidate.facts
     stacks = [stack.fqn for stack in stacks_with_regions(facts, split.regions)]
     if len(stacks) < 2 or not layers:
         yield plan  # where there is none, trying it says so

@@ -4,7 +4,7 @@ Every layer starts from detached inputs, so it has its own autograd graph, which
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,11 +83,7 @@ def watch(
         with_zeroed_outputs: set the detached products to zero.
     """
     watcher = _Watcher(model, cut, thorough=thorough, with_zeroed_outputs=with_zeroed_outputs)
-    with ExitStack() as stack:
-        stack.enter_context(watcher.hooked())
-        if thorough:
-            stack.enter_context(traced_integers(model, tuple(watcher.layers)))
-        stack.enter_context(watcher)
+    with watcher.hooked(), traced_integers(model, tuple(watcher.layers)) if thorough else nullcontext(), watcher:
         model(**clone_batch(batch))
     watcher.forget_unused()
     return [layer for layer in watcher.ran.values() if layer.outputs]
