@@ -1,7 +1,5 @@
 """How parameters are stored: why one that no rule names stays replicated."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

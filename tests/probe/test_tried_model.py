@@ -1,7 +1,5 @@
 """What a model is tried on: a copy of it on the CPU where it is small, whatever device it is on."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 

@@ -1,15 +1,12 @@
 """What the host says of a batch's masks is what transformers finds by looking at them on the device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-from shardwise.runtime.host_masks import cache_of, host_mask_of, leave_out_cache, read_host_mask, take_host_masks
+from shardwise.runtime.host_masks import host_mask_of, read_host_mask, take_host_masks
 from tests.families import tiny_model
 
 pytestmark = pytest.mark.single
-
 
 CPU, IDS = torch.device("cpu"), torch.arange(16).view(2, 8)
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7]])
@@ -58,28 +55,3 @@ def test_models_with_masks_or_attentions_of_their_own_are_left_alone():
     model.set_attn_implementation("eager")
     assert not take_host_masks(model) and not take_host_masks(torch.nn.Linear(2, 2))
     assert model.config._attn_implementation == "eager"
-
-
-IDS = torch.ones(2, 3, dtype=torch.long)
-
-
-def test_a_cache_is_found_by_either_name():
-    cache = object()
-    assert cache_of({"past_key_values": cache}) is cache and cache_of({"cache": cache}) is cache
-    assert cache_of({"past_key_values": None}) is None and cache_of({}) is None
-
-
-def test_a_caller_who_asks_for_a_cache_gets_one():
-    arguments = {"input_ids": IDS, "use_cache": True}
-    leave_out_cache(tiny_model("llama", num_hidden_layers=1), arguments)
-    assert arguments["use_cache"] is True
-
-
-def test_positions_without_a_mask_are_given_one_that_hides_nothing():
-    model = tiny_model("llama", num_hidden_layers=1)
-    positions = {"input_ids": IDS, "position_ids": torch.tensor([[0, 1, 0], [0, 1, 2]])}
-    leave_out_cache(model, positions)
-    assert torch.equal(positions["attention_mask"], torch.ones_like(IDS)) and positions["use_cache"] is False
-    plain = {"input_ids": IDS}
-    leave_out_cache(model, plain)
-    assert plain == {"input_ids": IDS, "use_cache": False}

@@ -1,7 +1,5 @@
 """Norms that may be split are recognised by what they compute."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Tensors in chunks: completeness is checked without comparing every chunk with every other."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 
