@@ -42,7 +42,9 @@ from shardwise.topology.shape import UNSERVED_AXES, MeshShape
 
 
 def prepare(given: nn.Module, mesh: Mesh, spec: ParallelSpec, *, dtype: torch.dtype | None = None) -> Registry:
-    """Splits a model (real or meta) over `mesh` in place. `parallelize` does this, and `load` before it reads weights.
+    """Splits a model (real or meta) over `mesh` in place; returns the registry of its parameters.
+
+    `parallelize` calls this, and so does `load` before it reads weights. `dtype`: see `apply_plan`.
 
     Raises:
         PlanError: the plan cannot be applied; the same error on every rank, before anything is changed.

@@ -62,7 +62,7 @@ class Documents:
     checksum: int
 
     def read(self, start: int, length: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Ids of `length` tokens from `start`, and which of them are targets."""
+        """Reads the ids of `length` tokens from token `start` of the file; the mask is True where an id is a target."""
         marked = np.asarray(self.tokens[start : start + length])
         return (marked & ~TARGET).astype(np.int64), (marked & TARGET).astype(np.bool_)
 

@@ -38,11 +38,11 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def count_work(facts: ModelFacts, trained: Collection[str], windows: Mapping[str, int]) -> TokenWork:
-    """Cost of a token of a model with these facts; see [Note: model FLOPs].
+    """Counts what determines the FLOPs of a token, forward and backward, of a model; see [Note: model FLOPs].
 
     Args:
         trained: names of the trained parameters in the model.
-        windows: sliding-window sizes in tokens, by the attentions' names in the facts.
+        windows: sliding-window size in tokens of each attention that has one, by its name in `facts`.
     """
     bases = facts.adapters.bases if facts.adapters is not None else {}
     by_base = {bases.get(name, name) for name in trained}

@@ -39,7 +39,7 @@ def apply_adapters(model: nn.Module, registry: Registry) -> None:
 
 
 class SplitAdapter:
-    """Mixin of a PEFT layer in a split model. It splits adapters that are added after the model was split."""
+    """Mixin for PEFT layers of a split model: splits each adapter that is added later."""
 
     _fqn: str
     _registry: Registry

@@ -189,9 +189,9 @@ class Pipeline:
     Attributes:
         schedule: "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv" or "dualpipev".
         num_stages_per_rank: stages per rank. Default: the minimum of the schedule.
-        layers: the cuts, counted over all layers in the order in which they run: the first layer of every stage (`(0,
-            7, 15)`, starting with 0), or the number of layers of every stage (`(7, 8, 9)`). Default: stages of nearly
-            equal cost, including embedding and head.
+        layers: the first layer of every stage, beginning with 0, as in `(0, 7, 15)`; or the number of layers of every
+            stage, as in `(7, 8, 9)`. Counts all layers in the order in which they run. Default: stages of nearly equal
+            cost, including embedding and head.
 
     Raises:
         ConfigError: a value is invalid.
@@ -292,7 +292,7 @@ class ParallelSpec:
 
     @classmethod
     def take(cls, options: Mapping[str, Any]) -> "tuple[ParallelSpec, dict[str, Any]]":
-        """Builds a spec from some of `options`, where None means the default; returns it with the other options."""
+        """Builds a spec from the `options` that name its fields (None: default); returns it and the other options."""
         own = {each.name for each in fields(cls)}
         others = {name: value for name, value in options.items() if name not in own}
         return cls(**{name: options[name] for name in own & options.keys() if options[name] is not None}), others

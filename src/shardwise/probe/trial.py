@@ -57,7 +57,7 @@ _SMALL_ENOUGH = 8_000_000  # elements of a model that is its own tiny model, so 
 
 
 def trial_of(tiny: PreTrainedModel, *, num_parts: int, drops: bool) -> "Trial":
-    """Trial with the result of `build_tried_model`."""
+    """Builds the trial of plans on `tiny`, the result of `build_tried_model`, over `num_parts` simulated ranks."""
     batch = make_batch(tiny, seed=0)
     set_runnable_mode(tiny, batch)
     padded = split_rows(make_batch(tiny, seed=0, padding="right"), 2, 2)[1]

@@ -82,7 +82,7 @@ class Place:
 
 
 def places_in(model: nn.Module) -> Iterator[Place]:
-    """Yields every base module, its wrappers and its trained copies once, in the model's order."""
+    """Yields a `Place` for every base module, wrapper and trained copy, once each, in the model's order."""
     seen: set[int] = set()
 
     def walk(module: nn.Module, fqn: str, base: str, *, is_copy: bool) -> Iterator[Place]:

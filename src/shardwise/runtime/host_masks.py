@@ -80,7 +80,7 @@ class HostMask:
 
 
 def take_host_masks(model: nn.Module) -> bool:
-    """Switches `model` to our attention name in place, if `can_take_host_masks`. Returns whether it did.
+    """Sets the attention implementation of `model` to Shardwise's, if `can_take_host_masks`; returns whether it did.
 
     `generate()` and evaluation work as before.
     """

@@ -154,7 +154,7 @@ def _gather_sequence(x: Tensor, length: int, axis: Axis) -> Tensor:
 
 
 def sequence_dim(x: Tensor) -> int:
-    """Dim of the sequence in `[batch, sequence, ...]` or `[tokens, hidden]`."""
+    """Returns the dim of the sequence: 1 in `[batch, sequence, ...]`, 0 in `[tokens, hidden]`."""
     return 1 if x.ndim > 2 else 0
 
 
@@ -182,7 +182,7 @@ class TensorEdge:
         self._context = context
 
     def enter(self, x: Tensor, region: str = "") -> Tensor:
-        """Converts hidden states for use inside the region.
+        """Converts hidden states for use inside the region, which errors call `region`.
 
         Communicates: over tp, nothing in forward and one all-reduce of the gradient in backward.
         """

@@ -160,7 +160,7 @@ def gpipe(at: Rank) -> Iterator[Step]:
 
 
 def looped_bfs(at: Rank) -> Iterator[Step]:
-    """All microbatches through one stage, then all through the rank's next one, and backward in reverse.
+    """Yields the steps of a rank: all microbatches through one stage, then all through its next; backward in reverse.
 
     Source: Breadth-First Pipeline Parallelism, arXiv 2211.05953.
     """

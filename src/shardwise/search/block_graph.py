@@ -27,12 +27,12 @@ _MAX_ADDED = 2
 
 
 class BlockGraph:
-    """The dependences of a block's ranks.
+    """How the outputs of a block depend on the parts of its parameters that ranks hold.
 
     Attributes:
-        layer: the layer, watched thoroughly, with the outputs of its row products detached.
-        required_indices: what each rank must hold of the other parameters that the block splits.
-        bare: row products whose weights belong to no linear: the sum is then the output of a module around them.
+        layer: the traced layer, in which outputs of row products are detached.
+        required_indices: what each rank must hold of the parameters that the block splits beside its row products.
+        bare: row products whose weights belong to no linear; their sum is the output of the module around them.
     """
 
     def __init__(

@@ -42,10 +42,10 @@ def draws_shared(func: Any, kwargs: Any) -> bool:
 
 
 def training_copy(model: nn.Module, batch: Mapping[str, Any], *, drops: bool = True) -> nn.Module | None:
-    """A copy of a model without dropout, in training mode with dropout.
+    """Copies a model that has no dropout, and turns dropout on in the copy, in training mode.
 
-    In the model's own mode if it cannot be trained on `batch` with dropout or `drops` is False; None if it cannot be
-    trained at all.
+    The copy keeps the model's own mode if it cannot train on `batch` with dropout, or if `drops` is False. Returns None
+    if it cannot be trained at all.
     """
     for in_training in (True, False) if drops else (False,):
         made = copy.deepcopy(model)

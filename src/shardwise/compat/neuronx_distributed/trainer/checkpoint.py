@@ -94,7 +94,7 @@ def load_checkpoint(
     num_workers: int = 8,
     strict: bool = True,
 ) -> Any:
-    """Loads a checkpoint of any degrees, model before optimizer; returns its `user_content`.
+    """Loads a checkpoint that was saved with any parallel sizes, model before optimizer; returns its `user_content`.
 
     Args:
         tag: name of the checkpoint; default: the newest complete one.
@@ -103,8 +103,7 @@ def load_checkpoint(
         num_workers: no effect: each rank reads its own parts, one after the other.
 
     Raises:
-        LoadError: there is none, it is damaged, or it belongs to another model; the same on every rank; nothing is
-            changed.
+        LoadError: no checkpoint exists, it is damaged, or of another model; the same on every rank; nothing is changed.
     """
     warn_idle("load_checkpoint", _STREAMED, num_workers=num_workers != 8)
     chosen = str(tag or "") or None
