@@ -156,6 +156,7 @@ def test_a_copy_knows_itself_and_not_the_original():
         copied = copy.deepcopy(model)
         registry = registry_of(copied)
         assert registry is not registry_of(model)
+        assert registry.source.states is not registry_of(model).source.states, "steps of a copy are its own"
         assert registry.model() is copied and registry.context is registry_of(model).context
         for name, parameter, entry in find_parameters(copied):
             assert entry.registry is registry

@@ -109,9 +109,8 @@ def with_fused(
     asked = any(name in options for name in _HOW) or isinstance(options.get("lr"), Tensor)
     entries = next((entry.registry.entries for each in parameters if (entry := entry_of(each)) is not None), {})
     # Of the whole model: stages that hold copies of a parameter must choose alike.
-    is_shared_on_host = (
-        parameters[:1] and parameters[0].device.type == "cpu" and any(each.holders for each in entries.values())
-    )
+    is_on_host = any(each.device.type == "cpu" for each in parameters)
+    is_shared_on_host = is_on_host and any(each.holders for each in entries.values())
     is_floating = all(parameter.is_floating_point() for parameter in parameters)
     if optimizer_class not in _STEPPING or asked or not parameters or is_shared_on_host or not is_floating:
         return dict(options)

@@ -218,7 +218,8 @@ class Registry:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Registry":
         # A copied model runs on the same ranks.
-        copied = memo[id(self)] = replace(self, entries={})
+        source = replace(self.source, states=dict(self.source.states))  # steps of the copy write to the copy alone
+        copied = memo[id(self)] = replace(self, entries={}, source=source)
         model = self.model()
         if id(model) in memo:
             copied.model = weakref.ref(memo[id(model)])
