@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 import shardwise
-from shardwise.plan.spec import CORRECTIONS
+from shardwise.plan.families import CORRECTIONS
 from shardwise.proof.parity import measure
 from tests.families import FAMILIES, FULL_PRODUCT, MECHANISMS, num_steps, tiny_batch, tiny_model
 

@@ -27,8 +27,9 @@ from dataclasses import replace
 
 from shardwise.errors import ConfigError, did_you_mean
 from shardwise.plan.decision import ParameterPlan, SplitPlan
+from shardwise.plan.families import SINGLE_FSDP_UNIT
 from shardwise.plan.pipeline_plan import PipelinePlan
-from shardwise.plan.spec import SINGLE_FSDP_UNIT, match
+from shardwise.plan.spec import match
 from shardwise.plan.structure import ModelFacts, is_within, nearest, outermost, outermost_layers, parent_of, upwards
 from shardwise.sharding.layout import Layout, Step, steps_along
 from shardwise.sharding.placement import Chunk, OnCoords, Split

@@ -14,10 +14,11 @@ from torch import nn
 
 from shardwise.errors import PlanError, ShardwiseError, did_you_mean
 from shardwise.parallel.facts import is_of_transformers, read_facts
+from shardwise.plan.families import CORRECTIONS, PROVED
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.resolve import match_rules, resolve, rules_without_names
 from shardwise.plan.rule import Rule
-from shardwise.plan.spec import CORRECTIONS, PROVED, Plan
+from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
 from shardwise.probe.disk_cache import cache_path, read, write
 from shardwise.probe.trial import try_adapters
