@@ -50,7 +50,7 @@ def hold(mesh, spec):
         loss = model(**batch).loss
         held = settled(count)
     loss.backward()
-    tries = mesh.shape.world_size + 1  # for the same reason: the more ranks share the cores, the later
+    tries = 2 * mesh.shape.world_size + 1  # for the same reason: the more ranks share the cores, the later
     return held, min(peak(*build(mesh, spec)) for _ in range(tries))
 
 
