@@ -109,17 +109,17 @@ class RankError(ShardwiseError, RuntimeError):
 
 
 def counted(number: int, noun: str) -> str:
-    """`"1 rank"`, `"2 ranks"`, `"1,000 batches"`."""
+    """Returns a number with its noun: `"1 rank"`, `"2 ranks"`, `"1,000 batches"`."""
     return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith(('ch', 's', 'x')) else 's'}"
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
-    """Ending of an "unknown word" message: `" (did you mean 'x'?)"`, or `""` if no candidate is close."""
+    """Returns the ending of an "unknown word" message: `" (did you mean 'x'?)"`, or `""` if no candidate is close."""
     known = {candidate.lower(): candidate for candidate in candidates}
     close = difflib.get_close_matches(word.lower(), known, n=1)
     return f" (did you mean {known[close[0]]!r}?)" if close else ""
 
 
 def one_line(error: BaseException, *, limit: int | None = None) -> str:
-    """The text of another library's error in one line of at most `limit` characters, for use in our errors."""
+    """Returns the text of another library's error in one line of at most `limit` characters, for use in our errors."""
     return " ".join(str(error).split())[:limit]

@@ -43,7 +43,7 @@ class Failure:
         )
 
     def restore(self) -> BaseException | None:
-        """The exception; None if it cannot be unpickled here."""
+        """Returns the pickled exception; None if it cannot be unpickled in this process."""
         try:
             error = pickle.loads(self.pickled) if self.pickled is not None else None
         except Exception:  # noqa: BLE001 - a user's class may exist in the other process only, or fail in any way

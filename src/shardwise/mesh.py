@@ -125,7 +125,7 @@ class Mesh:
         device: str | torch.device | None = None,
         timeout_seconds: float = 600.0,
     ) -> "Mesh":
-        """A mesh over the groups of a `DeviceMesh`, or over process groups, that somebody else opened.
+        """Returns a mesh over the groups of a `DeviceMesh`, or over process groups, that somebody else opened.
 
         Args:
             source: a `DeviceMesh` over all ranks of the job, or this rank's process group for each axis by name.
@@ -162,7 +162,7 @@ class Mesh:
         timeout: datetime.timedelta,
         owns_processes: bool = False,
     ) -> "Mesh":
-        """Mesh over an initialized process group, with every group it needs."""
+        """Returns the mesh over an initialized process group, with every group it needs."""
         rank = dist.get_rank() if shape.world_size > 1 else 0
         groups = make_groups(shape, ranks, existing=existing or {}, timeout=timeout)
         mesh = cls(
@@ -183,11 +183,11 @@ class Mesh:
         return mesh
 
     def size(self, axis: str) -> int:
-        """Number of ranks along `axis`."""
+        """Returns the number of ranks along `axis`."""
         return self.shape.size(axis)
 
     def coord(self, axis: str) -> int:
-        """This rank's coordinate along `axis`."""
+        """Returns this rank's coordinate along `axis`."""
         self.shape.size(axis)
         return self._coords[axis]
 
@@ -217,14 +217,14 @@ class Mesh:
         return self.shape.data_rank(self._ranks.index(self.rank))
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """This rank's process group along `axes`: one axis, the data axes `ddp` and `fsdp`, the axes along which ranks
-        read the same rows, or, without arguments, all. None if the group has one rank.
+        """Returns this rank's process group along `axes`: one axis, the data axes `ddp` and `fsdp`, the axes along
+        which ranks read the same rows, or, without arguments, all. None if the group has one rank.
         """
         wide = wide_axes(self.shape, axes or AXES)
         return self._groups[wide] if wide else None
 
     def subgroup(self, axis: str, blocks: Blocks) -> dist.ProcessGroup | None:
-        """This rank's group when the coords of `axis` are divided into `blocks`, such as `((0, 1), (2, 3))`.
+        """Returns this rank's group when the coords of `axis` are divided into `blocks`, such as `((0, 1), (2, 3))`.
 
         Every rank of the mesh must ask for the same blocks in the same order: the first call creates the groups, unless
         they are the axis's own. Returns None if this rank's block has one member.
@@ -240,7 +240,9 @@ class Mesh:
         return self._subgroups[axis, blocks]
 
     def new_group(self, axis: str) -> dist.ProcessGroup | None:
-        """A new group of the ranks of `group(axis)`, owned by the caller. Every rank of the mesh must call it."""
+        """Returns a new group of the ranks of `group(axis)`, owned by the caller.
+        Every rank of the mesh must call it.
+        """
         if self.size(axis) == 1:
             return None
         return new_group(ranks_along(self.shape, self._ranks, [axis]), timeout=self._timeout)

@@ -19,7 +19,7 @@ class Support:
     tested: str
 
     def is_newer(self, found: str) -> bool:
-        """Whether `found` is above the tested version, patch releases aside."""
+        """Returns whether `found` is above the tested version, patch releases aside."""
         return release_of(found) > release_of(self.tested)
 
     def __str__(self) -> str:
@@ -30,12 +30,12 @@ SUPPORTED = {"torch": Support(oldest="2.11", tested="2.14"), "transformers": Sup
 
 
 def release_of(text: str) -> tuple[int, ...]:
-    """Major and minor number of a version such as `2.13.0+cpu`."""
+    """Returns the major and minor number of a version such as `2.13.0+cpu`."""
     return tuple(map(int, re.findall(r"\d+", text)[:2]))
 
 
 def installed(package: str) -> str | None:
-    """The installed version of a package, without importing it; None if it is not installed."""
+    """Returns the installed version of a package, without importing it; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -186,7 +186,7 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
 
 
 def has_private_name(name: str) -> bool:
-    """Whether the installed torch has a name of `PRIVATE_NAMES`."""
+    """Returns whether the installed torch has a name of `PRIVATE_NAMES`."""
     path, _, attribute = name.partition(":")
     try:
         value = _resolve(path)

@@ -92,7 +92,7 @@ def load_by_spec(  # noqa: PLR0913 - what `load` takes
     checkpoint: StoredParts | None = None,
     options: dict[str, Any],
 ) -> Any:
-    """`load` with a `ParallelSpec`.
+    """Runs `load` with a `ParallelSpec`.
 
     Args:
         checkpoint: an open checkpoint on every rank, whose values replace those of `source`; None: there is none.

@@ -196,7 +196,7 @@ def fill_model(model: nn.Module, checkpoint: StoredParts | None, fill: Callable[
 
 
 def holds_all(checkpoint: StoredParts) -> bool:
-    """Whether a checkpoint holds all parameters of its model, not only the trained ones."""
+    """Returns whether a checkpoint holds all parameters of its model, not only the trained ones."""
     return checkpoint.manifest.content == "all"
 
 
@@ -220,7 +220,7 @@ _ADAPTER_MODES = ("only", "with_base", "merged")
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
-    """State dict of the unsplit model: Hugging Face names, full CPU tensors, tied names included.
+    """Returns the state dict of the unsplit model: Hugging Face names, full CPU tensors, tied names included.
 
     Args:
         rank0_only: return it on rank 0 only; other ranks get an empty dict and hold one full tensor at a time.
@@ -245,7 +245,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
 
 
 def full_gradients(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
-    """Gradients of the unsplit model by Hugging Face name: full CPU tensors, for parameters that have one.
+    """Returns the gradients of the unsplit model by Hugging Face name: full CPU tensors, for parameters that have one.
 
     Communicates: gathers like `full_state_dict`.
     """
@@ -319,7 +319,7 @@ def export_pretrained(
 
 
 def _named_as_split(model: nn.Module) -> nn.Module:
-    """The split model, or PEFT's wrapper around it, if no wrapper around it holds tensors; else `model`."""
+    """Returns the split model, or PEFT's wrapper around it, if no wrapper around it holds tensors; else `model`."""
     root = registry_of(model).model()
     inner = next((each for each in model.modules() if each is root or find_model(each) is root), model)
     own, held = ({id(value) for value in (*each.parameters(), *each.buffers())} for each in (inner, model))
@@ -334,7 +334,7 @@ def _meet(model: nn.Module, doing: str, **asked: object) -> None:
 
 
 def _adapter_mode(model: nn.Module, adapter: str | None) -> str | None:
-    """Validated export mode of the adapters; None if the model has none."""
+    """Returns the validated export mode of the adapters; None if the model has none."""
     if adapter is not None and adapter not in _ADAPTER_MODES:
         raise ConfigError(
             f"unknown adapter mode {adapter!r}{did_you_mean(adapter, _ADAPTER_MODES)}",

@@ -90,8 +90,8 @@ def convert_weights_to_hf(
     dtype: torch.dtype | None = None,
     tokenizer: Any = None,
 ) -> None:
-    """`convert_to_hf` for other formats: DCP, transformers' `distributed_checkpoint=True`, Optimum Neuron, NxD, Hugging
-    Face.
+    """Runs `convert_to_hf` for other formats: DCP, transformers' `distributed_checkpoint=True`, Optimum Neuron, NxD,
+    Hugging Face.
 
     Args:
         config: a directory or file with the model's config. Default: `path`.
@@ -152,7 +152,7 @@ def _write(
 
 
 def meta_model(stored: StoredParts) -> Any:
-    """The model of a checkpoint on the meta device; the base if it has adapters."""
+    """Returns the model of a checkpoint on the meta device; the base if it has adapters."""
     if "config.json" not in stored.manifest.files:
         raise UnsupportedError(
             f"{stored.manifest.tag} is of a {stored.manifest.model}, which is no transformers model",
@@ -168,7 +168,7 @@ def meta_model(stored: StoredParts) -> Any:
 
 
 def _meta(shape: Sequence[int], stored: torch.dtype, dtype: torch.dtype | None) -> torch.Tensor:
-    """Meta tensor of `shape`; floating-point tensors in `dtype`."""
+    """Returns the meta tensor of `shape`; floating-point tensors in `dtype`."""
     chosen = dtype if dtype is not None and stored.is_floating_point else stored
     return torch.empty(tuple(shape), dtype=chosen, device="meta")
 

@@ -182,7 +182,7 @@ def as_data_dependent_error(model: nn.Module) -> Iterator[None]:
 
 
 def _full_rows(model: PreTrainedModel, num_rows: int, seq_length: int) -> dict[str, Any]:
-    """A batch without padding. Only real values could tell the model's own code that its mask hides nothing."""
+    """Returns a batch without padding. Only real values could tell the model's own code that its mask hides nothing."""
     batch = make_batch(model, batch_size=num_rows, sequence_length=seq_length, seed=0)
     batch.pop("attention_mask", None)
     if take_host_masks(find_model(model)):
@@ -213,7 +213,7 @@ def _run_stage(model: nn.Module, stages: Stages, stage: int, batch: Mapping[str,
 
 
 def _after_a_step(model: nn.Module) -> torch.optim.Optimizer:
-    """Fused AdamW with allocated states."""
+    """Returns a fused AdamW with allocated states."""
     trained = [each for each in model.parameters() if each.requires_grad]
     made: Any = stepping_class(torch.optim.AdamW)
     optimizer: torch.optim.Optimizer = made(trained, fused=True)
@@ -262,8 +262,8 @@ def describe(
     adapter: Any = None,
     **options: Any,
 ) -> Explanation:
-    """What a layout does to a model, without a mesh, a process group or weights: rules, placements, what is replicated
-    and why, and the bytes a rank holds.
+    """Returns what a layout does to a model, without a mesh, a process group or weights: rules, placements, what is
+    replicated and why, and the bytes a rank holds.
 
     Args:
         batch: rows of one microbatch on a data rank, and tokens in each: adds what is kept between its forward and its
@@ -344,14 +344,14 @@ def _explain_stages(
 
 
 def _at_rest(plan: SplitPlan, frozen: Collection[str], *, dtype: str) -> StateBytes:
-    """What rank 0, which holds most, keeps from step to step with AdamW."""
+    """Returns what rank 0, which holds most, keeps from step to step with AdamW."""
     trained = [planned.layout for fqn, planned in plan.parameters.items() if fqn not in frozen]
     kept = [planned.layout for fqn, planned in plan.parameters.items() if fqn in frozen]
     return state_bytes(trained, plan.shape.coords(0), itemsize=getattr(torch, dtype).itemsize, frozen=kept)
 
 
 def _rehearsed(rehearsal: Rehearsal, batch: tuple[int, int], at_rest: StateBytes) -> tuple[str, tuple[str, ...]]:
-    """What rank 0 holds in the middle of a step, and what it communicates, in words."""
+    """Returns what rank 0 holds in the middle of a step, and what it communicates, in words."""
     num_rows, seq_length = batch
     middle = f"between forward and backward of {num_rows} x {seq_length:,} tokens"
     try:

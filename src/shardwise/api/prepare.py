@@ -42,7 +42,8 @@ from shardwise.topology.shape import UNSERVED_AXES, MeshShape
 
 
 def prepare(given: nn.Module, mesh: Mesh, spec: ParallelSpec, *, dtype: torch.dtype | None = None) -> Registry:
-    """Splits a model (real or meta) over `mesh` in place; returns the registry of its parameters.
+    """Plans the split of a model (real or meta) over `mesh` and splits it in place; returns the registry of its
+    parameters.
 
     `parallelize` calls this, and so does `load` before it reads weights. `dtype`: see `apply_plan`.
 
@@ -111,7 +112,7 @@ def _label_use(model: nn.Module) -> LabelUse | None:
 
 
 def decide(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> SplitPlan:
-    """Resolved plan for `model` on a mesh of this shape, in one process. Changes and communicates nothing.
+    """Returns the resolved plan for `model` on a mesh of this shape, in one process. Changes and communicates nothing.
 
     Raises the errors of `check_options` and `prepare`.
     """
@@ -122,7 +123,7 @@ def decide(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> SplitPlan:
 
 
 def _find(model: nn.Module, facts: ModelFacts, shape: MeshShape, spec: ParallelSpec) -> tuple[Plan, LayerOrder | None]:
-    """The rules for splitting the model, and for a pipeline the order of its layers."""
+    """Returns the rules for splitting the model, and for a pipeline the order of its layers."""
     order = find_layer_order(without_adapters(model)) if shape.pp_size > 1 else None
     return plan_for(model, spec, num_parts=shape.tp_size, facts=facts), order
 
@@ -138,7 +139,9 @@ def _check_cuts(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> None:
 
 
 def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> tuple[SplitPlan, LabelUse | None]:
-    """`decide` on rank 0, for all ranks, whose models and options are equal; also returns the model's use of labels."""
+    """Runs `decide` on rank 0, for all ranks, whose models and options are equal; also returns the model's use of
+    labels.
+    """
     if mesh.shape.world_size == 1:
         return decide(model, mesh.shape, spec), _label_use(model)
     check_options(mesh.shape, spec)
@@ -178,14 +181,14 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> tuple[
 
 
 def _read(model: nn.Module, shape: MeshShape) -> ModelFacts:
-    """Facts about a model that will be split over a mesh of this shape; raises if it cannot be."""
+    """Returns the facts about a model that will be split over a mesh of this shape; raises if it cannot be."""
     check_unsplit(model)
     check_adapters(model, shape)
     return read_facts(model)
 
 
 def _parts_of(plan: SplitPlan) -> dict[str, str]:
-    """The parts of a plan as text, by name."""
+    """Returns the parts of a plan as text, by name."""
     found: dict[str, str] = {}
     for name, value in to_json(plan).items():
         parts = value.items() if isinstance(value, dict) else [("", value)]
@@ -194,7 +197,7 @@ def _parts_of(plan: SplitPlan) -> dict[str, str]:
 
 
 def _describe(model: nn.Module, facts: ModelFacts, shape: MeshShape, spec: ParallelSpec) -> dict[str, str]:
-    """Everything that must be equal on every rank, as text by name."""
+    """Returns everything that must be equal on every rank, as text by name."""
     values = {
         name: fingerprint(value) for name, value in (*model.named_parameters(), *model.named_buffers()) if value.numel()
     }
@@ -219,7 +222,7 @@ def _describe(model: nn.Module, facts: ModelFacts, shape: MeshShape, spec: Paral
 
 @torch.no_grad()
 def fingerprint(value: Tensor) -> str:
-    """Text that differs for different values with near certainty; for meta tensors, the dtype."""
+    """Returns a text that differs for different values with near certainty; for meta tensors, the dtype."""
     if value.is_meta:
         return str(value.dtype)
     return f"{value.dtype}, digest {int(tensor_digest(value)) % 2**64:016x}"

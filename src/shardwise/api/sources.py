@@ -83,7 +83,7 @@ class WeightSource:
             self.index.__exit__()
 
     def describe(self) -> dict[str, str]:
-        """Digests of the checkpoint's tensors by name, which must be equal on every rank."""
+        """Returns the digests of the checkpoint's tensors by name, which must be equal on every rank."""
         return {} if self.index is None else {f"weights {key}": text for key, text in self.index.describe().items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "WeightSource":
@@ -100,7 +100,7 @@ class WeightSource:
         return wrapped
 
     def with_adapters_of(self, model: PreTrainedModel) -> "WeightSource":
-        """Source of a model that received adapters after it was built."""
+        """Returns the source of a model that received adapters after it was built."""
         source, names = replace(self, unsplit=dict(self.unsplit), later=[]), names_in_base(model)
         source._rename(names)
         own = [fqn for fqn, value in model.named_parameters() if fqn not in names and value.is_meta]
@@ -259,7 +259,7 @@ def fill_later(
 
 
 def _source_of(model: Any) -> WeightSource | None:
-    """Source of the model's meta tensors; None if it has none."""
+    """Returns the source of the model's meta tensors; None if it has none."""
     own: WeightSource | None = model.__dict__.get(SOURCE)
     if not has_meta(model):
         return None

@@ -116,7 +116,7 @@ def verify(
 
 
 def _tiny_config(config: PreTrainedConfig, model_class: Any, spec: ParallelSpec, shape: MeshShape) -> PreTrainedConfig:
-    """Config of the tiny model, with at least one layer per pipeline stage that runs.
+    """Returns the config of the tiny model, with at least one layer per pipeline stage that runs.
 
     Without images Mllama, for one, skips its cross-attention layers.
     """
@@ -176,12 +176,12 @@ class Proof:
         )
 
     def make_batch(self, model: Any, *, batch_size: int, padding: Padding = "none") -> dict[str, Tensor]:
-        """Batch for the tiny model."""
+        """Returns the batch for the tiny model."""
         batch = make_batch(model, batch_size=batch_size, seed=0, padding=padding)
         return add_media(model, batch, seed=0) if self.with_media else batch
 
     def _without_dropout(self, shape: MeshShape) -> str:
-        """The reason why nothing was dropped in the padded run; "" if dropout was active."""
+        """Returns the reason why nothing was dropped in the padded run; "" if dropout was active."""
         if not self.drops:
             return "the model has no dropout"
         if not _draws_in_order(self.spec, shape.pp_size):
@@ -288,7 +288,7 @@ def _train(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], *, num_microb
 def _loss_of_parts(
     model: nn.Module, batch: Mapping[str, Any], given: Sequence[ReplayRandom] = (), *, num_parts: int
 ) -> Tensor:
-    """The unsplit model's loss of the batch.
+    """Returns the unsplit model's loss of the batch.
 
     It is the mean of the parts' losses if the loss includes an auxiliary loss of experts, which each microbatch of a
     data rank computes alone, or if the dropout of each data rank is replayed.

@@ -100,7 +100,7 @@ class Writer:
 
 
 def writer_of(mesh: Mesh) -> Writer:
-    """The writer of a mesh.
+    """Returns the writer of a mesh.
 
     Communicates: the first time, creates a process group over all ranks.
     """

@@ -37,7 +37,7 @@ _INNER = "_schedulers"
 
 
 def common_state(state: Any) -> Any:
-    """The part of `state` that must be equal on every rank, whatever groups its optimizer has."""
+    """Returns the part of a scheduler's `state` that must be equal on every rank, whatever groups its optimizer has."""
     if not isinstance(state, Mapping):
         return state
     found = {name: value for name, value in state.items() if name not in _OPTIONS}
@@ -81,12 +81,12 @@ def _are_equal(values: Sequence[Any]) -> bool:
 
 
 def random_axes(mesh: Mesh) -> dict[str, int]:
-    """Sizes that must be equal for streams to continue."""
+    """Returns the mesh sizes on which random streams depend: saved streams continue only at equal sizes."""
     return {"pp": mesh.size("pp"), "data": mesh.data_size, "cp": mesh.size("cp")}
 
 
 def read_random(mesh: Mesh) -> dict[str, Tensor]:
-    """States of this rank's streams by key; empty if an earlier tp rank has the same."""
+    """Returns the states of this rank's streams by key; empty if an earlier tp rank has the same."""
     if mesh.coord("tp"):
         return {}
     state: Any = numpy.random.get_state()
@@ -158,17 +158,17 @@ class LocalShard:
 
 
 def model_key(name: str) -> str:
-    """Key of a model tensor in a checkpoint."""
+    """Returns the key of a model tensor in a checkpoint."""
     return f"model/{name}"
 
 
 def state_key(name: str, state: str) -> str:
-    """Key of a parameter's optimizer state in a checkpoint."""
+    """Returns the key of a parameter's optimizer state in a checkpoint."""
     return f"optimizer/{name}/{state}"
 
 
 def local_shards(model: nn.Module, registry: Registry) -> dict[str, LocalShard]:
-    """Every parameter and persistent buffer that this rank holds, by canonical name, tied ones once.
+    """Returns every parameter and persistent buffer that this rank holds, by canonical name, tied ones once.
 
     Other split models inside of `model` are left out and must be frozen.
     """
@@ -209,14 +209,14 @@ def _named_outside(model: nn.Module, root: nn.Module) -> dict[str, Tensor]:
 
 
 def is_unsharded(layout: Layout) -> bool:
-    """Whether every rank that holds any element of a tensor holds all of it."""
+    """Returns whether every rank that holds any element of a tensor holds all of it."""
     return all(isinstance(step.placement, Replicate | OnCoords) or step.size == 1 for step in layout.steps)
 
 
 def slices_of(
     layout: Layout, coords: Mapping[str, int], boxes: Iterable[Box]
 ) -> tuple[tuple[Box, tuple[slice, ...]], ...]:
-    """Boxes of the full tensor that this rank holds, each with its slices in the local tensor."""
+    """Pairs each of `boxes` of the full tensor with its slices in this rank's local tensor."""
     pieces = (*layout.pieces(coords), *layout.owned(coords))
 
     def local_box(box: Box) -> Box:
@@ -331,7 +331,7 @@ class SaveInputs:
     companions: dict[str, bytes]
 
     def describe(self, registry: Registry) -> dict[str, str]:
-        """Everything that must be equal on every rank, as text by name."""
+        """Returns everything that must be equal on every rank, as text by name."""
         values = {**self.values, "scheduler": common_state(self.values.get("scheduler"))}
         others = {name: each.layout for name, each in self.shards.items() if name not in registry.entries}
         layouts = {name: entry.layout for name, entry in registry.entries.items()} | others
@@ -344,7 +344,9 @@ class SaveInputs:
         }
 
     def copies(self, left_out: Collection[str]) -> Copies:
-        """Saved parameters, and optimizer states of their shape. `left_out`: names of parameters that are not saved."""
+        """Returns the saved parameters, and optimizer states of their shape. `left_out`: names of parameters that are
+        not saved.
+        """
         for shard in self.shards.values():
             if shard.entry is not None and shard.name not in left_out:
                 yield shard.name, shard.entry, local_part(shard.value)
@@ -388,7 +390,7 @@ def collect_inputs(
 
 
 def _config_files(model: nn.Module) -> dict[str, bytes]:
-    """The model's configuration in transformers' format, which makes the weights a model."""
+    """Returns the model's configuration in transformers' format, which makes the weights a model."""
     if not isinstance(model, PreTrainedModel):
         return {}
     config = copy.deepcopy(model.config)

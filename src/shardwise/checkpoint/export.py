@@ -221,18 +221,18 @@ def write_pretrained(
 
 
 def _with_all_ties(model: Any, names: Mapping[str, str]) -> dict[str, str]:
-    """`names` extended by all names that transformers ties, for a model whose config says that nothing is tied."""
+    """Extends `names` by all names that transformers ties, for a model whose config says that nothing is tied."""
     ties = model.all_tied_weights_keys.items()
     return {**{target: names[source] for target, source in ties if source in names}, **names}
 
 
 def export_bytes(model: nn.Module) -> int:
-    """Size in bytes of the weights that an export of the split `model` writes. Communicates nothing."""
+    """Returns the size in bytes of the weights that an export of the split `model` writes. Communicates nothing."""
     return _total(model, _full_metas(model, {}), lambda value: value.nbytes)
 
 
 def _full_metas(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-    """The unsplit model's state by name, as meta tensors; modules with several names occur once.
+    """Returns the unsplit model's state by name, as meta tensors; modules with several names occur once.
 
     Args:
         dtypes: dtypes by canonical name of what other stages hold; default: that of this rank's first tensor.
@@ -248,13 +248,13 @@ def _full_metas(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str
 
 
 def _dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """Dtype of every parameter by its canonical name. Communicates: over pp, one gather of them."""
+    """Returns the dtype of every parameter by its canonical name. Communicates: over pp, one gather of them."""
     held = {entry.fqn: parameter for _, parameter, entry in find_parameters(model) if entry is not None}
     return dtypes_of(held, registry_of(model).mesh)
 
 
 def _total(model: nn.Module, metas: Mapping[str, Tensor], size: Callable[[Tensor], int]) -> int:
-    """Total size of what an export writes, each tied tensor once."""
+    """Returns the total size of what an export writes, each tied tensor once."""
     tied = registry_of(model).tied
     return sum(size(value) for name, value in metas.items() if name not in tied)
 
@@ -276,7 +276,7 @@ def _write_companions(model: nn.Module, directory: Path, tokenizer: Any, *, is_t
 
 
 def _tokenizer_of(model: PreTrainedModel) -> Any:
-    """Tokenizer of the directory from which the model was loaded; None if there is none."""
+    """Returns the tokenizer of the directory from which the model was loaded; None if there is none."""
     source = Path(model.name_or_path or "")
     if model.name_or_path and any((source / name).is_file() for name in _TOKENIZER_FILES):
         return AutoTokenizer.from_pretrained(source)

@@ -270,7 +270,7 @@ def _shown(names: Sequence[str]) -> str:
 
 
 def _read_schedule(stored: StoredParts, scheduler: Any, shards: Mapping[str, LocalShard]) -> Any:
-    """Saved state of `scheduler`, with entries for its optimizer's current groups."""
+    """Returns the saved state of `scheduler`, with entries for its optimizer's current groups."""
     values = stored.index.values
     name, saved = type(scheduler).__name__, values.get("scheduler_class")
     if saved != name:
@@ -351,7 +351,7 @@ class OptimizerLoad:
         return found
 
     def _key_of_other_shape(self, key: str, shard: LocalShard, facts: Mapping[str, Any]) -> str:
-        """Key of a state with another shape than the parameter, if it can be loaded here."""
+        """Returns the key of a state with another shape than the parameter, if it can be loaded here."""
         saved_with = self._stored.manifest.layout
         if "whole" in facts and is_unsharded(shard.layout):
             return key
@@ -400,7 +400,7 @@ class OptimizerLoad:
 
 
 def saved_options(stored: StoredParts, shards: Iterable[LocalShard]) -> Mapping[str, Any]:
-    """Saved options of the parameters of one group; empty if none of them was saved."""
+    """Returns the saved options of the parameters of one group; empty if none of them was saved."""
     saved = stored.index.optimizer or {"parameters": {}}
     parameters = saved["parameters"]
     numbers = {parameters[each.name]["group"]: each.name for each in shards if each.name in parameters}
@@ -415,7 +415,7 @@ def saved_options(stored: StoredParts, shards: Iterable[LocalShard]) -> Mapping[
 
 
 def _like(old: Any, value: Any) -> Any:
-    """`value` with the types of `old`: tuples and tensors."""
+    """Converts `value` to the types of `old`: tuples and tensors."""
     if isinstance(old, tuple) and isinstance(value, list | tuple):
         return tuple(map(_like, old, value)) if len(old) == len(value) else tuple(value)
     if isinstance(old, Tensor) and not isinstance(value, Tensor):

@@ -104,7 +104,7 @@ _ANOTHER = "load an older tag, or copy the file again"
 
 
 class FileFacts(NamedTuple):
-    """Size and CRC-32 of a file; of a tensor file, the CRC-32 of its header."""
+    """Size and CRC-32 of a file; for a tensor file, the CRC-32 of only its header."""
 
     num_bytes: int
     crc: int
@@ -159,7 +159,7 @@ class StoredTensor:
         return [_part(each) for each in json.loads(self.parts_json)]
 
     def parts_within(self, wanted: Sequence[Piece]) -> list[Part]:
-        """The parts that hold some elements of `wanted`."""
+        """Returns the parts that hold some elements of `wanted`."""
         parts = json.loads(self.parts_json)
         if not self.shape or not parts:
             return [_part(each) for each in parts]
@@ -196,7 +196,7 @@ class Index:
 
 
 def part_name(key: str, box: Box) -> str:
-    """Name in a tensor file of the elements `box` of a tensor."""
+    """Returns the name in a tensor file of the elements `box` of a tensor."""
     return f"{key}[{','.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
@@ -293,7 +293,7 @@ def read_index(directory: Path, manifest: Manifest) -> Index:
 
 
 def read_file(path: Path, facts: FileFacts | None = None) -> bytes:
-    """Content of a file, checked against the size and checksum in `facts`."""
+    """Returns the content of a file, checked against the size and checksum in `facts`."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -331,14 +331,14 @@ class StoredParts:
     _parts: dict[tuple[int, str], Tensor] = field(default_factory=dict)
 
     def plan(self, key: str, wanted: Sequence[Piece]) -> tuple[Copy, ...]:
-        """The copies that fill `wanted` with elements of `key`. Verifies the parts they read."""
+        """Returns the copies that fill `wanted` with elements of `key`. Verifies the parts they read."""
         found = self.find_copies(key, wanted)
         for part in dict.fromkeys(each.source.key for each in found):
             self._map(key, part)  # type: ignore[arg-type]
         return found
 
     def find_copies(self, key: str, wanted: Sequence[Piece]) -> tuple[Copy, ...]:
-        """The copies that fill `wanted` with elements of `key`. Reads no file."""
+        """Returns the copies that fill `wanted` with elements of `key`. Reads no file."""
         stored = self.index.tensors.get(key)
         if stored is None:
             raise LoadError(f"the checkpoint has no {key}", at=str(self.directory))
@@ -355,7 +355,7 @@ class StoredParts:
             out[slices(each.target_box)] = part[slices(each.source_box)].to(out.device)
 
     def read(self, key: str, *, dtype: torch.dtype | None = None) -> Tensor:
-        """The full tensor in new memory; default dtype: as stored."""
+        """Returns the full tensor in new memory; default dtype: as stored."""
         stored = self.index.tensors[key]
         out = torch.empty(stored.shape, dtype=dtype or stored.dtype)
         full = full_box(stored.shape)
@@ -363,7 +363,7 @@ class StoredParts:
         return out
 
     def read_all(self, prefix: str) -> dict[str, Tensor]:
-        """The full tensors whose keys begin with `prefix`, by key."""
+        """Returns the full tensors whose keys begin with `prefix`, by key."""
         return {key: self.read(key) for key in self.index.tensors if key.startswith(prefix)}
 
     def check_file(self, name: str) -> None:
@@ -401,7 +401,7 @@ class StoredParts:
         self.drop()
 
     def _map(self, key: str, part: Part) -> Tensor:
-        """A part as a tensor over the mapped file, verified at its first use."""
+        """Returns a part as a tensor over the mapped file, verified at its first use."""
         name = part_name(key, part.box)
         if (part.file, name) not in self._parts:
             if part.file not in self._files:

@@ -25,7 +25,7 @@ _LOCKS: dict[Path, int] = {}  # files locked by this process, until it ends: a j
 
 
 def root_of(path: Any) -> Path:
-    """`path` as the absolute path of a directory of checkpoints."""
+    """Returns `path` as the absolute path of a directory of checkpoints."""
     if not isinstance(path, str | os.PathLike) or is_url(path):
         raise ConfigError(f"{path!r:.100} cannot be the path of checkpoints", fix="pass a directory as str or Path")
     return Path(path).expanduser().absolute()
@@ -44,7 +44,7 @@ def check_tag(tag: str) -> str:
 
 
 def find_tags(root: Path) -> dict[str, Path]:
-    """Complete checkpoints in `root` by tag: those with a manifest, which is written last.
+    """Returns the complete checkpoints in `root` by tag: those with a manifest, which is written last.
 
     Includes a checkpoint that a crash left under its temporary name while it was being replaced.
     """
@@ -57,7 +57,9 @@ def find_tags(root: Path) -> dict[str, Path]:
 
 
 def list_checkpoints(root: Path) -> list[tuple[str, Path, Manifest | LoadError]]:
-    """Tags of `root`, oldest first, each with its manifest, or the error of reading it (those come first)."""
+    """Returns the tags of `root`, oldest first, each with its manifest,
+    or the error of reading it (those come first).
+    """
     found: list[tuple[int, str, Path, Manifest | LoadError]] = []
     for tag, path in find_tags(root).items():
         try:
@@ -69,7 +71,7 @@ def list_checkpoints(root: Path) -> list[tuple[str, Path, Manifest | LoadError]]
 
 
 def find_tag(root: Path, tag: str | None) -> Path:
-    """Directory of `tag`; default: the newest checkpoint."""
+    """Returns the directory of `tag`; default: the newest checkpoint."""
     if tag is not None:
         tags = find_tags(root)
         if check_tag(tag) not in tags:
@@ -126,7 +128,7 @@ def clean(root: Path) -> None:
 
 
 def check_place(target: Path) -> None:
-    """Raises if a checkpoint would replace a directory that is none, or what a link leads to."""
+    """Raises `LoadError` if `target` exists and is no checkpoint, or is a link."""
     if target.is_symlink():
         raise LoadError(
             f"{target.name} is a link to {target.readlink()}",

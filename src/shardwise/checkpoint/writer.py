@@ -153,7 +153,7 @@ def _names_left_out(model: nn.Module, registry: Registry, inputs: SaveInputs) ->
 
 
 def _assign_writers(registry: Registry, shards: Mapping[str, LocalShard], left_out: set[str]) -> Division:
-    """Assignment of parameters and buffers to writing ranks; the same on every rank."""
+    """Returns the assignment of parameters and buffers to writing ranks; the same on every rank."""
     shape, pipeline = registry.mesh.shape, registry.plan.pipeline
     layouts = {name: entry.layout for name, entry in registry.entries.items() if name not in left_out}
     holders: dict[str, list[int]] = {}

@@ -59,7 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_run(config: TrainConfig, *, known: Sequence[Problem] = (), world_size: int | None = None) -> Problems:
-    """Every problem of a run: those already `known`, whose keys have their defaults in `config`, and all others.
+    """Returns every problem of a run: those already `known`, whose keys have their defaults in `config`, and all
+    others.
 
     Args:
         world_size: number of ranks that the run will have; None: what the layout needs.

@@ -34,7 +34,7 @@ class Problems(list[Problem]):
             self.append(Problem(key, str(error)))
 
     def affected(self) -> set[str]:
-        """The keys that have a problem."""
+        """Returns the keys that have a problem."""
         return {problem.key for problem in self}
 
     def add(self, more: Iterable[Problem]) -> None:
@@ -44,7 +44,7 @@ class Problems(list[Problem]):
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The configuration in `path`, changed by `overrides`."""
+    """Returns the configuration in `path`, changed by `overrides`."""
     config, problems = parse_config(path, overrides)
     if problems:
         raise config_error(str(path), problems)
@@ -62,7 +62,7 @@ def parse_config(path: Path, overrides: Sequence[str] = ()) -> tuple[TrainConfig
 
 
 def build_config(tree: Mapping[str, Any]) -> tuple[TrainConfig, list[Problem]]:
-    """A configuration from a plain mapping, and its problems."""
+    """Returns a configuration from a plain mapping, and its problems."""
     tree = json.loads(json.dumps(tree, default=str))
     problems = Problems()
     while True:  # without the wrong keys, until the rest is right
@@ -88,20 +88,20 @@ def _leave_out(tree: Any, key: str) -> None:
 
 
 def config_error(place: str, problems: Iterable[Problem]) -> ConfigError:
-    """One error that names every problem."""
+    """Returns one error that names every problem."""
     lines = [str(problem) for problem in problems]
     fix = "`shardwise train --help` lists the keys" if any("unknown key" in line for line in lines) else None
     return ConfigError(f"{place} has {counted(len(lines), 'problem')}", why="\n".join(lines), fix=fix)
 
 
 def dump_config(config: TrainConfig) -> str:
-    """The configuration as YAML with every default; `read_config` reads it back."""
+    """Returns the configuration as YAML with every default; `read_config` reads it back."""
     text: str = yaml.safe_dump(_RUN.dump_python(config, mode="json"), sort_keys=False, allow_unicode=True)
     return text
 
 
 def config_reference() -> str:
-    """The help page of all keys, with their defaults."""
+    """Returns the help page of all keys, with their defaults."""
     rows = {key: about for key, about in _keys() if "$ref" not in about}
     width = max(map(len, rows))
     lines = ["keys of CONFIG.yaml, with their defaults:"]
@@ -117,7 +117,7 @@ def config_reference() -> str:
 
 
 def _keys() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every group and key by its dotted name, with its JSON schema."""
+    """Yields every group and key by its dotted name, with its JSON schema."""
     schema = _RUN.json_schema()
 
     def walk(group: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -134,7 +134,7 @@ def _keys() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _read_errors(error: ValidationError) -> dict[str, Problem]:
-    """Pydantic's errors as problems, by key."""
+    """Returns pydantic's errors as problems, by key."""
     keys = dict(_keys())
     problems: dict[str, Problem] = {}
     for detail in error.errors():
@@ -161,7 +161,7 @@ class _Loader(yaml.SafeLoader):
     """YAML in which 3e-4 is a number, as in YAML 1.2, and a duplicate key is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002
-        """A mapping. PyYAML would silently drop the first of two equal keys."""
+        """Returns a mapping. PyYAML would silently drop the first of two equal keys."""
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
         for number, key in enumerate(keys):
             if key in keys[:number]:

@@ -49,7 +49,7 @@ def prepare_rows(
     apart: DocumentMasking,
     dtype: torch.dtype,
 ) -> Rows:
-    """The rows of `data`, tokenized by one rank of each machine unless a cache exists.
+    """Returns the rows of `data`, tokenized by one rank of each machine unless a cache exists.
 
     Args:
         apart: how documents of packed or padded rows are separated.
@@ -103,7 +103,7 @@ def prepare_rows(
 
 
 def check_records(config: TrainConfig, tokenizer: Any) -> list[Problem]:
-    """Problems of the first records, and of the keys and the template with which they are read."""
+    """Returns the problems of the first records, and of the keys and the template with which they are read."""
     problems = Problems()
     sources = [("data", config.data)]
     if config.evaluation.path is not None:
@@ -133,7 +133,7 @@ class _Documents:
 
 
 def _open_documents(data: DataConfig, tokenizer: Any, *, limit: int | None = None) -> _Documents:
-    """The documents of `data`; with `limit` only of the first records."""
+    """Returns the documents of `data`; with `limit` only of the first records."""
     encoder = build_encoder(tokenizer)
     if data.format == "text":
         text = open_source(data)
@@ -152,21 +152,21 @@ def _open_documents(data: DataConfig, tokenizer: Any, *, limit: int | None = Non
 
 
 def open_source(config: DataConfig) -> DataSource[str | None]:
-    """The documents that `config` names."""
+    """Returns the documents that `config` names."""
     if config.path is not None:
         return file_source(find_files(Path(config.path), patterns_of(config)), text_key=config.text_key)
     return dataset_source(_open_dataset(config), text_key=config.text_key)
 
 
 def open_records(config: DataConfig) -> DataSource[Record]:
-    """The records that `config` names: prompts with responses, or lists of messages."""
+    """Returns the records that `config` names: prompts with responses, or lists of messages."""
     if config.path is not None:
         return file_records(find_files(Path(config.path), patterns_of(config)))
     return dataset_records(_open_dataset(config))
 
 
 def import_datasets(config: DataConfig) -> Any:
-    """The library that opens `config.dataset`. Raises `ConfigError` if it is not installed."""
+    """Returns the library that opens `config.dataset`. Raises `ConfigError` if it is not installed."""
     try:
         import datasets
     except ImportError as error:
@@ -192,12 +192,12 @@ def _open_dataset(config: DataConfig) -> Any:
 
 
 def load_tokenizer(config: TrainConfig) -> Any:
-    """The run's tokenizer. Raises `LoadError` if transformers cannot load it."""
+    """Returns the run's tokenizer. Raises `LoadError` if transformers cannot load it."""
     return read_tokenizer(str(config.model.tokenizer or config.model.path), option="model.tokenizer")
 
 
 def read_tokenizer(place: str, *, option: str) -> Any:
-    """The tokenizer of the directory or hub id in `option`. Raises `LoadError` if it cannot be loaded."""
+    """Returns the tokenizer of the directory or hub id in `option`. Raises `LoadError` if it cannot be loaded."""
     locate_source(place)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(place)
@@ -214,7 +214,7 @@ def read_tokenizer(place: str, *, option: str) -> Any:
 
 
 def build_encoder(tokenizer: Any) -> Encoder:
-    """The `Encoder` of `tokenizer`. Raises `ConfigError` if the tokenizer has no end token."""
+    """Returns the `Encoder` of `tokenizer`. Raises `ConfigError` if the tokenizer has no end token."""
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             "the tokenizer has no end-of-sequence token",

@@ -27,7 +27,7 @@ _EXPORTS = ("only", "with_base", "merged")
 
 
 def check_inputs(config: TrainConfig) -> list[Problem]:
-    """Problems of the files and packages that `config` names. Reads nothing large."""
+    """Returns the problems of the files and packages that `config` names. Reads nothing large."""
     model, data = config.model, config.data
     problems = Problems()
     for key, read in (("data.path", data), ("evaluation.path", held_out(data, config.evaluation))):
@@ -51,7 +51,7 @@ def check_inputs(config: TrainConfig) -> list[Problem]:
 
 
 def check_outputs(config: TrainConfig) -> list[Problem]:
-    """Problems of the directories that the run writes to. Creates nothing."""
+    """Returns the problems of the directories that the run writes to. Creates nothing."""
     problems = Problems()
     saved = config.checkpoint.dir
     for key, directory in (
@@ -93,7 +93,7 @@ def check_place(directory: str, *, num_bytes: int = 0) -> None:
 
 
 def compilation_of(chosen: CompilationConfig, device: torch.device) -> Compile | None:
-    """Options of torch.compile on `device`; None without compilation."""
+    """Returns the options of torch.compile on `device`; None without compilation."""
     backend = chosen.backend
     if backend == "auto":
         backend = "inductor" if device.type == "cuda" else None
@@ -114,7 +114,9 @@ def read_data_state(place: str) -> dict[str, int]:
 
 
 def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
-    """The class called `name` in torch.optim, or at the dotted path `name`. Raises `ConfigError` if there is none."""
+    """Returns the class called `name` in torch.optim, or at the dotted path `name`. Raises `ConfigError` if there is
+    none.
+    """
     module, _, last = name.rpartition(".")
     try:
         value = getattr(importlib.import_module(module or "torch.optim"), last, None)
@@ -144,7 +146,7 @@ def _check_model_config(settings: dict[str, Any]) -> list[Problem]:
 
 
 def adapter_of(config: TrainConfig) -> Any:
-    """The `adapter` argument of `load`: a PEFT config, or the path of an adapter; None without an adapter."""
+    """Returns the `adapter` argument of `load`: a PEFT config, or the path of an adapter; None without an adapter."""
     settings = config.adapter
     if settings is None:
         return None
@@ -158,12 +160,14 @@ def adapter_of(config: TrainConfig) -> Any:
 
 
 def export_mode(config: TrainConfig) -> str | None:
-    """The `adapter=` argument of `export_pretrained` for a model with an adapter; None for a model without one."""
+    """Returns the `adapter=` argument of `export_pretrained` for a model with an adapter;
+    None for a model without one.
+    """
     return None if config.adapter is None else config.adapter.get("export", "only")
 
 
 def check_adapter(config: TrainConfig) -> list[Problem]:
-    """Problems of `adapter` that PEFT does not find when the model is built."""
+    """Returns the problems of `adapter` that PEFT does not find when the model is built."""
     settings, mode, problems = config.adapter or {}, export_mode(config), []
     if mode is not None and mode not in _EXPORTS:
         what = f"is {mode!r}, must be one of {', '.join(_EXPORTS)}{did_you_mean(str(mode), _EXPORTS)}"

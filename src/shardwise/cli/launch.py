@@ -28,12 +28,12 @@ RANKS_POLL_SECONDS = 0.1
 
 
 def is_rank() -> bool:
-    """Whether a launcher started this process as a rank."""
+    """Returns whether a launcher started this process as a rank."""
     return "WORLD_SIZE" in os.environ
 
 
 def local_rank() -> int:
-    """This process's number on its machine."""
+    """Returns this process's number on its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -197,7 +197,7 @@ def leave(code: int) -> NoReturn:
 
 
 def _read_failures(directory: Path) -> dict[int, Failure]:
-    """The errors that ranks recorded, by rank."""
+    """Returns the errors that ranks recorded, by rank."""
     return {
         int(path.name): Failure(**json.loads(path.read_text(encoding="utf-8"))["failure"])
         for path in directory.iterdir()
@@ -206,7 +206,7 @@ def _read_failures(directory: Path) -> dict[int, Failure]:
 
 
 def _describe(failed: Mapping[int, int], recorded: Mapping[int, Failure], *, show_traceback: bool) -> str:
-    """The error of the rank that failed first.
+    """Returns the error of the rank that failed first.
 
     Most errors follow from another one: a rank that fails breaks the collectives of the others, and the launcher then
     ends the rest. So the earliest recorded error counts, unless a rank ended without a record and no record explains

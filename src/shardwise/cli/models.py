@@ -40,7 +40,7 @@ def build_model(
     num_tokens: int,
     checkpoint: StoredParts | None = None,
 ) -> torch.nn.Module:
-    """The split model on `mesh`: loaded from `model.path`, or new with weights drawn from the seed.
+    """Returns the split model on `mesh`: loaded from `model.path`, or new with weights drawn from the seed.
 
     Args:
         num_tokens: vocabulary size of the tokenizer.
@@ -64,7 +64,9 @@ def build_model(
 
 
 def find_run_apart(data: DataConfig, model_config: Any) -> DocumentMasking:
-    """How documents in a row are kept from attending to each other; raises `UnsupportedError` if the model cannot."""
+    """Returns how documents in a row are kept from attending to each other; raises `UnsupportedError` if the model
+    cannot.
+    """
     kind = rows_of(data)
     if kind == "stream":
         return "padded without mask"  # a document sees those before it
@@ -72,7 +74,7 @@ def find_run_apart(data: DataConfig, model_config: Any) -> DocumentMasking:
 
 
 def spec_of(config: TrainConfig, device: torch.device | None = None) -> ParallelSpec:
-    """Options of a run on `device`; default: a GPU if there is one."""
+    """Returns the options of a run on `device`; default: a GPU if there is one."""
     asked, chosen = config.precision, config.compilation
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     automatic = "bfloat16" if device.type == "cuda" else config.model.dtype
@@ -89,7 +91,7 @@ def spec_of(config: TrainConfig, device: torch.device | None = None) -> Parallel
 
 
 def check_model(config: TrainConfig) -> list[Problem]:
-    """Problems of model, tokenizer, rows, layout, adapter and optimizer together. Reads no weights."""
+    """Returns the problems of model, tokenizer, rows, layout, adapter and optimizer together. Reads no weights."""
     problems = Problems()
     with problems.of("model.path"):
         if config.model.path is not None:  # before the tokenizer, which may be missing because there is no model
@@ -115,8 +117,8 @@ def check_model(config: TrainConfig) -> list[Problem]:
 
 
 def class_of(config: TrainConfig) -> Any:
-    """The `auto_class` argument of `load`. With `model.allow_missing` a new head is trained on the checkpoint's body;
-    otherwise the checkpoint names the class.
+    """Returns the `auto_class` argument of `load`. With `model.allow_missing` a new head is trained on the checkpoint's
+    body; otherwise the checkpoint names the class.
     """
     return transformers.AutoModelForCausalLM if config.model.allow_missing else None
 
@@ -132,7 +134,7 @@ def _check_task(model_config: Any, config: TrainConfig) -> None:
 
 
 def _rehearse(config: TrainConfig, model_config: Any) -> list[Problem]:
-    """Problems of building the model and its optimizer as the run does, on fake tensors."""
+    """Returns the problems of building the model and its optimizer as the run does, on fake tensors."""
     problems = Problems()
     with problems.of("adapter"):
         adapter = adapter_of(config)
@@ -163,7 +165,7 @@ def _rehearse(config: TrainConfig, model_config: Any) -> list[Problem]:
 
 
 def make_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of a run, over the parameters of the split `model`."""
+    """Returns the optimizer of a run, over the parameters of the split `model`."""
     optimizer_class = find_optimizer(config.name)
     accepted = inspect.signature(optimizer_class).parameters
     arguments = {"lr": config.lr, "weight_decay": config.weight_decay, **config.options}
@@ -184,7 +186,7 @@ def make_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.opt
 
 
 def read_model_config(config: TrainConfig, tokenizer: Any) -> Any:
-    """The model's transformers config. A new model gets the tokenizer's vocabulary size and special tokens."""
+    """Returns the model's transformers config. A new model gets the tokenizer's vocabulary size and special tokens."""
     source = config.model.path or config.model.config
     if isinstance(source, dict):
         names = {"vocab_size": len(tokenizer), **{name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}}

@@ -105,8 +105,8 @@ def _draw_step(file: Path, shape: MeshShape, spec: ParallelSpec, num_microbatche
 
 
 def find_target(arguments: argparse.Namespace) -> tuple[Any, MeshShape, ParallelSpec, TrainConfig | None]:
-    """The target of `plan` and `verify`: the model (a directory, a hub id or a transformers config), the layout, the
-    other options, and the run if its file was named. Options of the command line override the file's.
+    """Returns the target of `plan` and `verify`: the model (a directory, a hub id or a transformers config), the
+    layout, the other options, and the run if its file was named. Options of the command line override the file's.
     """
     from shardwise.cli.data import load_tokenizer
     from shardwise.cli.models import read_model_config, spec_of  # torch and transformers are slow to import

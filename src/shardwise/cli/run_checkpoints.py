@@ -37,7 +37,7 @@ _VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transfor
 
 
 def describe_run(config: TrainConfig, model_config: Any, batches: PackedBatches) -> dict[str, Any]:
-    """The settings of model, data, optimizer and adapter that must not change when a run resumes, as JSON."""
+    """Returns the settings of model, data, optimizer and adapter that must not change when a run resumes, as JSON."""
     model = {key: value for key, value in model_config.to_dict().items() if key not in _VOLATILE}
     optimizer = {
         key: value for key, value in vars(config.optimizer).items() if key not in ("schedule", "max_grad_norm")
@@ -100,7 +100,7 @@ class RunCheckpoints:
         return bool(received)
 
     def _combine(self, received: int, *, is_late: bool) -> tuple[int, bool]:
-        """A signal that some rank has received, and whether rank 0's clock asks for a save."""
+        """Returns a signal that some rank has received, and whether rank 0's clock asks for a save."""
         group = self._mesh.group()
         if group is None:
             return received, is_late
@@ -156,7 +156,7 @@ class SavedRun:
 
 
 def find_saved_run(config: CheckpointConfig, mesh: Mesh, run: Mapping[str, Any], console: Console) -> SavedRun | None:
-    """The run that resumes, None where a new one begins. Locks the directory: no other run may save there."""
+    """Returns the run that resumes, None where a new one begins. Locks the directory: no other run may save there."""
     if config.dir is None:
         return None
     directory = Path(config.dir)
@@ -192,7 +192,7 @@ def check_saved(config: CheckpointConfig) -> None:
 
 
 def _has_checkpoints(config: CheckpointConfig) -> bool:
-    """Whether there is a checkpoint to resume from."""
+    """Returns whether there is a checkpoint to resume from."""
     assert config.dir is not None
     directory = Path(config.dir)
     tags = find_tags(directory) if directory.is_dir() else {}

@@ -73,13 +73,13 @@ class JsonlLog:
         self._file = path.open("x", encoding="utf-8")
 
     def report(self, record: StepRecord) -> None:
-        """Write the record."""
+        """Writes the record."""
         values = {name: value for name, value in dataclasses.asdict(record).items() if value is not None}
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         with suppress(OSError):
             self._file.close()
 
@@ -107,14 +107,14 @@ class TensorBoardLog:
         self._writer: Any = SummaryWriter(str(place), purge_step=num_done + 1 if num_done is not None else None)
 
     def report(self, record: StepRecord) -> None:
-        """Write every quantity of the record."""
+        """Writes every quantity of the record."""
         for name, value in dataclasses.asdict(record).items():
             if name != "step" and value is not None:
                 where = name.replace("eval_", "eval/") if name.startswith("eval_") else f"train/{name}"
                 self._writer.add_scalar(where, value, record.step)
 
     def close(self) -> None:
-        """Write what is still buffered, and close."""
+        """Writes what is still buffered, and closes."""
         self._writer.close()
 
 
@@ -145,7 +145,7 @@ class Screen:
         self._bar.start()
 
     def report(self, record: StepRecord) -> None:
-        """Move the bar, or print a line if one is due."""
+        """Moves the bar, or prints a line if one is due."""
         self._speeds.append(record.tokens_per_second)
         speed = sum(self._speeds) / len(self._speeds)
         rest = f"{speed:,.0f} tok/s{_describe_work(record)}  {_describe_memory(record)}{self._notes}"
@@ -162,7 +162,7 @@ class Screen:
             self._console.print(f"held out, step {record.step}: {held_out}")
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Leaves the bar as it is."""
         self._bar.stop()
 
 
@@ -241,7 +241,7 @@ class _Run:
     spec: ParallelSpec
 
     def open_batches(self) -> PackedBatches:
-        """This rank's batches of training rows."""
+        """Returns this rank's batches of training rows."""
         config, mesh = self.config, self.mesh
         batches = PackedBatches(
             self.read_rows(config.data),
@@ -255,7 +255,7 @@ class _Run:
         return batches
 
     def read_rows(self, data: DataConfig) -> Rows:
-        """The rows of `data`.
+        """Returns the rows of `data`.
 
         Communicates: how documents in a row are separated, from rank 0 to all; what `prepare_rows` does.
         """
@@ -272,7 +272,7 @@ class _Run:
     def build_components(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: PrefetchLoader, *, num_done: int
     ) -> TrainingComponents:
-        """The arguments of the training loop."""
+        """Returns the arguments of the training loop."""
         config, mesh, evaluate = self.config, self.mesh, None
         if config.evaluation.path is not None:
             held_out_batches = functools.partial(
@@ -298,7 +298,7 @@ class _Run:
         )
 
     def open_reporters(self, open_logs: ExitStack, notes: str, *, num_done: int | None) -> list[Reporter]:
-        """The logs and the screen, on rank 0; `num_done` is None for a new run."""
+        """Returns the logs and the screen, on rank 0; `num_done` is None for a new run."""
         config = self.config
         if self.mesh.rank != 0:
             return []

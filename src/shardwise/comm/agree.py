@@ -45,7 +45,7 @@ def raise_on_all_ranks(group: Group | None, doing: str) -> Iterator[None]:
 
 
 def gather_from_all(group: Group | None, doing: str, make: Callable[[], _Result]) -> list[_Result]:
-    """Results of `make` on every rank of `group`, in rank order. They must be small and picklable.
+    """Returns the results of `make` on every rank of `group`, in rank order. They must be small and picklable.
 
     If `make` raises on any rank, the error of the lowest such rank is raised on all ranks.
 
@@ -194,7 +194,7 @@ class Agreement:
         return [numbers[: len(self._numbers)] for _, _, _, *numbers in everyone]
 
     def gathered(self) -> list[list[int]]:
-        """Two words of the fields' digest, whether there is a fault, and the numbers, of every rank."""
+        """Returns, for every rank, two words of the fields' digest, whether the rank has a fault, and its numbers."""
         assert self._group is not None
         self._work.wait()
         if isinstance(self._everyone, FakeTensor):
@@ -260,7 +260,7 @@ _SAME_ON_ALL = "pass the same on every rank; what belongs to a rank alone is not
 def _difference(
     everyone: Sequence[Mapping[str, Any]], *, what: str, fix: str, error: type[ShardwiseError]
 ) -> ShardwiseError:
-    """Error that names the first differing field and its text on each rank."""
+    """Returns the error that names the first differing field and its text on each rank."""
     names = list(dict.fromkeys(name for said in everyone for name in said["same"]))
     differing = (name for name in names if len({said["same"].get(name) for said in everyone}) > 1)
     name = next(differing, "the order of the parts")
@@ -275,7 +275,7 @@ def _difference(
 
 
 def _device_of(group: Group) -> torch.device:
-    """Device for small values of a group: the CPU if the group supports it."""
+    """Returns the device for small values of a group: the CPU if the group supports it."""
     devices = group._device_types
     return torch.device("cpu") if not devices or torch.device("cpu") in devices else devices[0]
 
@@ -327,7 +327,7 @@ def meet(
 
 
 def all_reduce_int(number: int, group: Group | None, device: torch.device) -> int:
-    """Sum of every rank's number.
+    """Returns the sum of every rank's number.
 
     Communicates: over the group, one all-reduce of one integer.
     """

@@ -48,7 +48,9 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 def host_device(group: Group, device: torch.device) -> torch.device:
-    """Device on which small values for the host are summed: the CPU if the group supports it, else `device`."""
+    """Returns the device on which small values for the host are summed: the CPU if the group supports it, else
+    `device`.
+    """
     is_simulated = not group.group_name  # torch knows no backend of it
     return torch.device("cpu") if is_simulated or "cpu:" in str(dist.get_backend_config(group)) else device
 
@@ -67,12 +69,12 @@ def functional_collectives() -> Iterator[None]:
 
 
 def uses_functional(group: Group) -> bool:
-    """Whether regions use functional collectives. Compiled graphs require them."""
+    """Returns whether regions use functional collectives. Compiled graphs require them."""
     return (torch.compiler.is_compiling() or _FUNCTIONAL.get()) and bool(group.group_name)
 
 
 def all_reduce_value(x: Tensor, group: Group) -> Tensor:
-    """Sum of every rank's `x`, a functional collective."""
+    """Returns the sum of every rank's `x`, a functional collective."""
     return _functional.wait_tensor(_functional.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
@@ -86,7 +88,7 @@ def all_gather_value(x: Tensor, group: Group, *, dim: int) -> Tensor:
 
 
 def reduce_scatter_value(x: Tensor, group: Group, *, dim: int) -> Tensor:
-    """This rank's part along `dim` of the sum of every rank's `x`, a functional collective."""
+    """Returns this rank's part along `dim` of the sum of every rank's `x`, a functional collective."""
     size = group.size()
     parts = torch.cat(x.chunk(size, dim)) if dim else x.contiguous()
     return _functional.wait_tensor(_functional.reduce_scatter_tensor(parts, "sum", size, group.group_name))
@@ -114,14 +116,14 @@ def reduce_scatter_single(mine: Tensor, x: Tensor, group: Group) -> None:
 
 
 def all_gather_list(x: Tensor, group: Group) -> list[Tensor]:
-    """Every rank's `x` in rank order; all have one shape."""
+    """Returns every rank's `x` in rank order; all have one shape."""
     parts = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(parts, x.contiguous(), group=group)
     return parts
 
 
 def gather_objects(value: Any, group: Group | None) -> list[Any] | None:
-    """Every rank's picklable `value` in rank order, on rank 0 of the group; None on other ranks."""
+    """Returns every rank's picklable `value` in rank order, on rank 0 of the group; None on other ranks."""
     if group is None:
         return [value]
     values: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
@@ -135,7 +137,7 @@ def broadcast_(x: Tensor, group: Group, *, source: int) -> None:
 
 
 def broadcast_object(value: Any, group: Group | None, *, source: int = 0) -> Any:
-    """The small picklable `value` of the group rank `source`."""
+    """Returns the small picklable `value` of the group rank `source`, on every rank of the group."""
     if group is None:
         return value
     values = [value]
@@ -154,7 +156,7 @@ def receive_(x: Tensor, group: Group, *, source: int) -> None:
 
 
 def all_gather_objects(value: Any, group: Group | None) -> list[Any]:
-    """Every rank's small picklable `value`, in rank order. For checks and reports, not for the hot path.
+    """Returns every rank's small picklable `value`, in rank order. For checks and reports, not for the hot path.
 
     Communicates: one all-gather of a few hundred bytes, and another if a rank's value needs more.
     """
@@ -173,7 +175,7 @@ def all_gather_objects(value: Any, group: Group | None) -> list[Any]:
 
 
 def _all_gather_bytes(data: bytes, length: int, group: Group) -> list[bytes]:
-    """Every rank's `data`, padded to `length`."""
+    """Returns every rank's `data`, padded to `length`."""
     x = torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
     out = x.new_empty(group.size() * length)
     all_gather_single(out, x, group)
@@ -221,7 +223,7 @@ def split_full(x: Tensor, group: Group | None, *, dim: int, sizes: Sequence[int]
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """Identity in forward; multiplies the gradient by `factor` in backward. Communicates nothing."""
+    """Returns `x`; backward multiplies its gradient by `factor`. Communicates nothing."""
     if factor == 1.0 or not (torch.is_grad_enabled() and x.requires_grad):
         return x
     return _ScaleGradient.apply(x, factor)
@@ -250,13 +252,15 @@ def all_gather_padded(x: Tensor, group: Group | None, *, sizes: Sequence[int], d
 def as_dtensor(
     local: Tensor, mesh: DeviceMesh | None, placements: Sequence[Placement], shape: Sequence[int]
 ) -> DTensor:
-    """DTensor of the full `shape` with this rank's part `local`, which may be uneven. Communicates nothing."""
+    """Returns a DTensor of the full `shape` with this rank's part `local`, which may be uneven.
+    Communicates nothing.
+    """
     stride = torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def stored_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-    """`as_dtensor` without gradient, on the device of `local`.
+    """Builds a DTensor like `as_dtensor`, without gradient, on the device of `local`.
 
     `DTensor.from_local` would move offloaded tensors from host memory to the mesh's device.
     """
@@ -281,7 +285,7 @@ def _reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def _own_slice(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Copy of this rank's slice. A copy, because models write into their inputs."""
+    """Returns a copy of this rank's slice. A copy, because models write into their inputs."""
     rank = group.rank()
     return x.narrow(dim, sum(sizes[:rank]), sizes[rank]).clone(memory_format=torch.contiguous_format)
 

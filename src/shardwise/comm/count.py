@@ -87,7 +87,7 @@ class CommunicationCount(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _is_counted(self, args: Any) -> bool:
-        """Whether an operation belongs to `group`. c10d operations take the group, functional ones its name."""
+        """Returns whether an operation belongs to `group`. c10d operations take the group, functional ones its name."""
         if self.group is None:
             return True
         objects = (value for value in args if isinstance(value, torch.ScriptObject))
@@ -104,7 +104,9 @@ class CommunicationCount(TorchDispatchMode):
         return Traffic(calls, Counter(self.bytes))
 
     def num_calls(self, operation: str | None = None, *, at_least_elements: int = 0) -> int:
-        """Number of calls of `operation` (default: any) on tensors of at least `at_least_elements` elements."""
+        """Returns the number of calls of `operation` (default: any) on tensors of at least `at_least_elements`
+        elements.
+        """
         return sum(
             count
             for (name, shape), count in self.calls.items()

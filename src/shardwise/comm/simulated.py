@@ -56,7 +56,9 @@ class SimulatedGroup(_Base):
         return list(shared.values)
 
     def subgroup(self, blocks: tuple[tuple[int, ...], ...]) -> "SimulatedGroup | None":
-        """This rank's handle on the subgroup of its block; None if it is alone in the block. All ranks must call it."""
+        """Returns this rank's handle on the subgroup of its block; None if it is alone in the block. All ranks must
+        call it.
+        """
         block = next(block for block in blocks if self.rank() in block)
         if len(block) == 1:
             return None
@@ -71,27 +73,27 @@ class SimulatedGroup(_Base):
         return self._turns.run(self._thread, lambda: fn(self))
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> None:
-        """`dist.all_reduce` with SUM or MAX."""
+        """Implements `dist.all_reduce` with SUM or MAX."""
         (x,) = tensors
         parts = torch.stack(self.exchange(x))
         x.detach().copy_(parts.amax(0) if options.reduceOp == dist.ReduceOp.MAX else parts.sum(0))
 
     def all_gather_single(self, out: Tensor, x: Tensor, options: Any) -> "_Done":
-        """`dist.all_gather_single`, also asynchronous."""
+        """Implements `dist.all_gather_single`, also asynchronous."""
         out.copy_(torch.cat(self.exchange(x)))
         return _Done()
 
     def reduce_scatter_single(self, mine: Tensor, x: Tensor, options: Any) -> None:
-        """`dist.reduce_scatter_single`."""
+        """Implements `dist.reduce_scatter_single`."""
         mine.copy_(torch.stack(self.exchange(x)).sum(0).chunk(self.size())[self.rank()])
 
     def allgather(self, parts: list[list[Tensor]], tensors: list[Tensor], options: Any) -> None:
-        """`dist.all_gather`."""
+        """Implements `dist.all_gather`."""
         for part, value in zip(parts[0], self.exchange(tensors[0]), strict=True):
             part.copy_(value)
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> None:
-        """`dist.broadcast`."""
+        """Implements `dist.broadcast`."""
         (x,) = tensors
         x.copy_(self.exchange(x)[options.rootRank])
 
@@ -100,18 +102,20 @@ class SimulatedGroup(_Base):
 
 
 class LoneGroup(SimulatedGroup):
-    """One rank's handle on a group without other ranks, which would hold equal tensors. Used to compute shapes."""
+    """One rank's handle on a group whose other ranks do not run. They count as holding equal tensors. Used to compute
+    shapes.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size, _Shared(1), _Turns(1), 0)
 
     def exchange(self, x: Tensor) -> list[Tensor]:
-        """As many copies of `x` as the group has ranks."""
+        """Returns one copy of `x` for each rank of the group, in place of what the ranks would send."""
         self.num_exchanges += 1
         return [x.detach().clone() for _ in range(self.size())]
 
     def subgroup(self, blocks: tuple[tuple[int, ...], ...]) -> SimulatedGroup | None:
-        """This rank's handle on the subgroup of its block."""
+        """Returns this rank's handle on the subgroup of its block."""
         block = next(block for block in blocks if self.rank() in block)
         return LoneGroup(block.index(self.rank()), len(block)) if len(block) > 1 else None
 

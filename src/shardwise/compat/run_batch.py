@@ -70,7 +70,7 @@ class BatchRunner:
 
     @torch.no_grad()
     def run_eval(self, *args: Any, **kwargs: Any) -> Any:
-        """Output of the model, without gradients; the same on every rank of a pipeline."""
+        """Returns the output of the model, without gradients; the same on every rank of a pipeline."""
         args, kwargs = _named_inputs(args, kwargs)
         return self._model(*args, **kwargs)
 
@@ -132,7 +132,7 @@ def add_runners(model: nn.Module, *, num_microbatches: int) -> None:
 
 
 def _named_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a call; one dictionary of inputs becomes keyword arguments."""
+    """Returns the arguments of a call; one dictionary of inputs becomes keyword arguments."""
     if len(args) == 1 and isinstance(args[0], Mapping) and not kwargs:
         return (), dict(args[0])
     return args, dict(kwargs)

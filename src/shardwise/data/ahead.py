@@ -51,7 +51,7 @@ class PackedBatches:
         return self.rows.read(batch[self._share], batch=batch)
 
     def state_dict(self) -> dict[str, int]:
-        """Position of the stream, the same on every rank."""
+        """Returns the position of the stream, the same on every rank."""
         return {"num_batches_read": self.num_batches_read, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -72,7 +72,7 @@ class PackedBatches:
         return {**self.rows.identity(), "batch_size": self.batch_size, "seed": self.seed}
 
     def _row(self, place: int) -> int:
-        """The row at position `place` of the endless order."""
+        """Returns the row at position `place` of the endless order."""
         epoch, offset = divmod(place, self.num_rows)
         if self._order[0] != epoch:
             self._order = (epoch, np.random.default_rng([self.seed, epoch]).permutation(self.num_rows))
@@ -92,7 +92,7 @@ class DeviceBatch(dict[str, Any]):
         self._sent, self._arrived = sent, arrived
 
     def take(self) -> dict[str, Any]:
-        """The device copy, ready for the device's current stream."""
+        """Returns the device copy, ready for the device's current stream."""
         if self._arrived is not None:
             stream = torch.cuda.current_stream()
             stream.wait_event(self._arrived)
@@ -146,12 +146,12 @@ class PrefetchLoader:
             self._next, self._state = DeviceBatch(batch, sent, arrived), state
 
     def state_dict(self) -> dict[str, int]:
-        """Position of the stream, without prefetched batches."""
+        """Returns the position of the stream, without prefetched batches."""
         return self._state if self._next is not None else self._batches.state_dict()
 
 
 def send(value: Any, device: torch.device) -> Any:
-    """`value` on `device` if it is a tensor, without blocking the host; else `value`."""
+    """Returns `value` on `device` if it is a tensor, without blocking the host; else `value`."""
     if not isinstance(value, Tensor):
         return value
     if device.type == "cuda" and value.device.type == "cpu":

@@ -23,7 +23,7 @@ _WORDS = {"video": ("video",), "image": ("image", "pixel"), "audio": ("audio", "
 
 
 def is_medium(name: str) -> bool:
-    """Whether an input of that name holds images, videos or sound, or describes each of them."""
+    """Returns whether an input of that name holds images, videos or sound, or describes each of them."""
     return _medium_of(name) is not None
 
 
@@ -90,7 +90,7 @@ def _slices(ends: list[int]) -> list[slice]:
 
 
 def _token_of(model: nn.Module, medium: str) -> int | None:
-    """Id of the placeholder token of a medium."""
+    """Returns the id of the placeholder token of a medium."""
     config = getattr(find_model(model), "config", None)
     found = (getattr(config, f"{medium}_token_{end}", None) for end in ("id", "index"))
     return next((token for token in found if isinstance(token, int)), None)
@@ -108,7 +108,7 @@ _SHARED = ("position_ids", "cache_position")  # inputs that may have one row for
 
 
 def check_batch(model: nn.Module, batch: Mapping[str, Any], num_microbatches: int) -> int:
-    """Number of rows of `batch`; raises if it cannot be trained on."""
+    """Returns the number of rows of `batch`; raises if it cannot be trained on."""
     if not isinstance(batch, Mapping):
         raise BatchError(
             f"a batch cannot be a {type(batch).__name__}",
@@ -153,20 +153,20 @@ def check_rows(num_rows: int, num_microbatches: int) -> None:
 
 
 def target_names(model: nn.Module) -> tuple[str, ...]:
-    """The arguments of the model's forward from which it computes a loss; `labels` first."""
+    """Returns the arguments of the model's forward from which it computes a loss; `labels` first."""
     names = inspect.signature(find_model(model).forward).parameters
     found = [name for name in names if "label" in name or name in _SPANS]
     return ("labels", *(name for name in found if name != "labels"))
 
 
 def _inputs_per_row(model: nn.Module) -> int:
-    """Number of input rows per row of labels: models of audio codes take one per codebook."""
+    """Returns the number of input rows per row of labels: models of audio codes take one per codebook."""
     config = getattr(model, "config", None)
     return getattr(getattr(config, "decoder", None) or config, "num_codebooks", None) or 1
 
 
 def _has_sections(name: str, value: Tensor, num_rows: int) -> bool:
-    """Whether a tensor holds positions of time, height and width: [3, rows or 1, tokens]."""
+    """Returns whether a tensor holds positions of time, height and width: [3, rows or 1, tokens]."""
     return name == "position_ids" and value.ndim == 3 and value.shape[1] in (1, num_rows)
 
 
@@ -207,7 +207,7 @@ def split_rows(batch: Mapping[str, Any], rows: int, count: int, runs: Runs | Non
 
 
 def count_targets(model: nn.Module, batch: Mapping[str, Any], *, stays: bool = False) -> Any:
-    """Number of targets over which the model's loss is a mean.
+    """Returns the number of targets over which the model's loss is a mean.
 
     Counts labels that are not ignored, without the first of each row if the loss shifts labels; rows, if there are no
     labels to count.
@@ -229,7 +229,7 @@ def _is_on_host(value: Tensor) -> bool:
 
 
 def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> int | Tensor | None:
-    """`count_targets` on the labels' device; None if the batch has no targets."""
+    """Counts like `count_targets`, on the labels' device; None if the batch has no targets."""
     labels = batch.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point() or _counts_rows(find_model(model)):
         targets = {name: batch[name] for name in target_names(model) if isinstance(batch.get(name), Tensor)}
@@ -256,7 +256,7 @@ def _counts_rows(model: Any) -> bool:
 
 
 def find_uneven_targets(model: nn.Module, batch: Mapping[str, Any]) -> str | None:
-    """Names arguments of the batch with different numbers of targets; None if all numbers are equal.
+    """Returns the names arguments of the batch with different numbers of targets; None if all numbers are equal.
 
     A microbatch has one weight, computed from one number of targets.
     """
@@ -302,7 +302,7 @@ def check_divides(model: nn.Module, batch: Mapping[str, Any], parts: Sequence[Ma
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:
-    """The batch norms of a model."""
+    """Returns the batch norms of a model."""
     return [module for module in model.modules() if isinstance(module, _BatchNorm)]
 
 
@@ -338,14 +338,14 @@ class TargetWeights:
         return len(self.parts)
 
     def weight(self, number: int) -> Weight:
-        """Weight of a microbatch's mean loss. The weighted sum is the mean over the full batch."""
+        """Returns the weight of a microbatch's mean loss. The weighted sum is the mean over the full batch."""
         count, total = self.counts[number], self.total
         if isinstance(total, Tensor):
             return count / total.clamp(min=1)
         return count / total if total else 0.0
 
     def arguments(self, number: int) -> dict[str, Any]:
-        """Arguments of a microbatch.
+        """Returns the arguments of a microbatch.
 
         A microbatch without targets may have to run, because other ranks wait for its gradients or only the device
         knows the count. It gets made-up targets with weight 0, because the mean over no targets is 0/0.
@@ -359,7 +359,7 @@ class TargetWeights:
 
 
 def make_up_targets(batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Targets for a batch that has none. They avoid a mean of 0/0 and get weight 0."""
+    """Returns the targets for a batch that has none. They avoid a mean of 0/0 and get weight 0."""
     found = {name: batch[name] for name in ("labels", "shift_labels", *_SPANS) if isinstance(batch.get(name), Tensor)}
     return {
         name: value.clamp(max=_length(batch) - 1) if name in _SPANS else value.clamp(min=0)
@@ -376,13 +376,15 @@ def _count_others(name: str, batch: Mapping[str, Any]) -> int | Tensor:
 
 
 def _length(batch: Mapping[str, Any]) -> int:
-    """Length of the batch's sequences; any number if it has none."""
+    """Returns the length of the batch's sequences; any number if it has none."""
     tokens = (batch[name] for name in ("input_ids", "inputs_embeds") if isinstance(batch.get(name), Tensor))
     return next((each.shape[1] for each in tokens if each.ndim > 1), sys.maxsize)
 
 
 def flops_of(batch: Mapping[str, Any], work: TokenWork) -> int:
-    """Floating-point operations of forward and backward for a batch's tokens, padding included: [Note: model FLOPs]."""
+    """Returns the floating-point operations of forward and backward for a batch's tokens, padding included: [Note:
+    model FLOPs].
+    """
     inputs = (batch[name] for name in ("input_ids", "inputs_embeds", "labels") if isinstance(batch.get(name), Tensor))
     shape = next((value.shape[:2] for value in inputs if value.ndim > 1), (0, 0))
     return shape[0] * shape[1] * work.flops(shape[1])

@@ -89,21 +89,21 @@ class EvaluationConfig:
 
 
 def rows_of(data: DataConfig) -> Literal["stream", "packed", "padded"]:
-    """How documents become rows."""
+    """Returns how documents become rows."""
     if data.rows == "auto":
         return "stream" if data.format == "text" else "packed"
     return data.rows
 
 
 def patterns_of(data: DataConfig) -> tuple[str, ...]:
-    """File patterns that select the files of a directory."""
+    """Returns the file patterns that select the files of a directory."""
     if data.include is not None:
         return data.include
     return TEXT_PATTERNS if data.format == "text" else RECORD_PATTERNS
 
 
 def held_out(data: DataConfig, evaluation: EvaluationConfig) -> DataConfig:
-    """The `DataConfig` for evaluation: `data` with the evaluation's path and format."""
+    """Returns the `DataConfig` for evaluation: `data` with the evaluation's path and format."""
     chosen = evaluation.format or data.format
     rows = "auto" if data.rows == "stream" and chosen != "text" else data.rows
     as_chat = data.as_chat and chosen == "prompt"

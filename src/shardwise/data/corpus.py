@@ -47,7 +47,9 @@ class Encoder:
 
 
 def find_files(path: Path, include: Sequence[str]) -> tuple[Path, ...]:
-    """Files at `path`: the file itself, or matching files below the directory, sorted, without hidden ones."""
+    """Returns the files at `path`: the file itself, or matching files below the directory, sorted,
+    without hidden ones.
+    """
     with disk_errors(f"cannot read {path}"):  # a name too long, a directory that one may not look into
         if path.is_file():
             return (path,)
@@ -71,7 +73,7 @@ def find_files(path: Path, include: Sequence[str]) -> tuple[Path, ...]:
 
 
 def file_source(files: Sequence[Path], *, text_key: str = "text") -> DataSource[str | None]:
-    """Text files, one document each, and .jsonl files, one document per line.
+    """Builds the source of the text in `files`: a text file is one document, a line of a .jsonl file is one document.
 
     The fingerprint is made of names, sizes and times, because reading every byte would take minutes for large text. A
     file's ctime changes even if its modification time is set back.
@@ -143,7 +145,7 @@ def json_lines(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def dataset_source(rows: Any, *, text_key: str) -> DataSource[str | None]:
-    """The rows of one split of a `datasets` data set, one document each."""
+    """Returns the rows of one split of a `datasets` data set, one document each."""
 
     def read(on_progress: Callable[[int], None]) -> Iterator[str | None]:
         for number, row in enumerate(rows):
@@ -167,7 +169,7 @@ def text_batches(texts: Iterator[str | None]) -> Iterator[list[str | None]]:
 
 
 def _text_of(document: object, key: str, place: str) -> tuple[str | None, ...]:
-    """The document as pieces of text."""
+    """Returns the document as pieces of text."""
     if not isinstance(document, Mapping):
         raise LoadError(
             f"expected an object with the key {key!r}, found {type(document).__name__}",
@@ -188,5 +190,5 @@ def _text_of(document: object, key: str, place: str) -> tuple[str | None, ...]:
 
 
 def digest(*parts: object) -> str:
-    """Short digest of `parts`."""
+    """Returns 24 hexadecimal digits of the SHA-256 of `parts`, which must be JSON values."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]

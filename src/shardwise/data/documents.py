@@ -68,7 +68,7 @@ class Documents:
 
 
 def documents_path(directory: Path, *parts: object) -> Path:
-    """Path of the cached documents, which are determined by `parts`."""
+    """Returns the path of the cached documents, which are determined by `parts`."""
     return directory / f"{digest('documents', VERSION, *parts)}.documents"
 
 
@@ -144,7 +144,7 @@ def read_documents(path: Path, *, verify: bool = False) -> Documents:
 
 @dataclass(frozen=True)
 class Record:
-    """One record.
+    """One record of a .jsonl file or a data set: its place and its fields by name.
 
     Attributes:
         place: file and line, or the row of a data set, for messages.
@@ -155,7 +155,7 @@ class Record:
 
 
 def file_records(files: Sequence[Path]) -> DataSource[Record]:
-    """The lines of .jsonl files, one object each. Ignores empty lines and a byte order mark."""
+    """Returns the lines of .jsonl files, one object each. Ignores empty lines and a byte order mark."""
     for file in files:
         if file.suffix != ".jsonl":
             raise LoadError(
@@ -172,7 +172,7 @@ def file_records(files: Sequence[Path]) -> DataSource[Record]:
 
 
 def dataset_records(rows: Any) -> DataSource[Record]:
-    """The rows of one split of a `datasets` data set."""
+    """Returns the rows of one split of a `datasets` data set."""
 
     def read(on_progress: Callable[[int], None]) -> Iterator[Record]:
         for number, row in enumerate(rows):

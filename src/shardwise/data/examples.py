@@ -85,7 +85,9 @@ class _PlainPrompts:
         self.before = list(first) if first == [tokenizer.bos_token_id] else []
 
     def encode(self, records: Sequence[Record]) -> list[Document]:
-        """Documents: the tokenizer's start tokens, the prompt, and as targets the response and the end token."""
+        """Returns the documents: the tokenizer's start tokens, the prompt, and as targets the response and the end
+        token.
+        """
         prompts = [_text(record, self._keys["prompt"], self._keys) for record in records]
         responses = [_text(record, self._keys["response"], self._keys, may_be_empty=False) for record in records]
         found = []
@@ -110,7 +112,7 @@ class _Conversations:
         self._tokenizer, self._keys, self._of_prompts = tokenizer, keys, of_prompts
 
     def encode(self, record: Record) -> Document:
-        """The conversation as a document; the assistant's messages are targets."""
+        """Returns the conversation as a document; the assistant's messages are targets."""
         messages, tools = self._messages(record), record.values.get(self._keys.get("tools", ""))
         try:
             found = self._written(messages, tools or None)
@@ -152,7 +154,7 @@ class _Conversations:
         return Document(np.array(encoded["input_ids"], np.uint32), np.array(is_target, np.bool_))
 
     def _span(self, full: str, messages: Sequence[Mapping[str, Any]], place: int, tools: Any) -> tuple[int, int]:
-        """Character span in `full` of the message with index `place`."""
+        """Returns the character span in `full` of the message with index `place`."""
         before = self._text(messages[:place], tools, asks=True) if place else ""
         until = self._text(messages[: place + 1], tools)
         if not (full.startswith(until) and until.startswith(before)):

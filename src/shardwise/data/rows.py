@@ -43,7 +43,7 @@ class _Rows:
     kind = ""
 
     def identity(self) -> dict[str, int]:
-        """Counts, row length, and the checksum of the documents."""
+        """Returns the counts, row length, and the checksum of the documents."""
         numbers = {"num_rows": self.num_rows} if self.kind else {}
         return {
             "num_tokens": self.num_tokens,
@@ -53,7 +53,7 @@ class _Rows:
         }
 
     def describe(self) -> dict[str, Any]:
-        """The checksum, and the kind of rows."""
+        """Returns the checksum, and the kind of rows."""
         return {"tokens": f"{self.documents.checksum:08x}", **({"rows": self.kind} if self.kind else {})}
 
     def notes(self) -> str:
@@ -74,7 +74,7 @@ class StreamRows(_Rows):
             )
 
     def read(self, rows: Sequence[int], *, batch: Sequence[int]) -> dict[str, Tensor]:
-        """`input_ids` and `labels`, which are equal: transformers' causal models shift labels."""
+        """Returns `input_ids` and `labels`, which are equal: transformers' causal models shift labels."""
         read = [self.documents.read(row * self.seq_length, self.seq_length)[0] for row in rows]
         input_ids = torch.from_numpy(np.stack(read))
         return {"input_ids": input_ids, "labels": input_ids.clone()}
@@ -122,7 +122,7 @@ class DocumentRows(_Rows):
         self.num_rows = len(self._lengths) if self._packed is None else self._packed.num_rows
 
     def read(self, rows: Sequence[int], *, batch: Sequence[int]) -> dict[str, Tensor]:
-        """`input_ids`, `labels` (-100 if not learned), and the inputs that keep documents apart.
+        """Returns `input_ids`, `labels` (-100 if not learned), and the inputs that keep documents apart.
 
         These are an `attention_mask` of padding, or `position_ids` and, if the model needs it, an additive
         `attention_mask` [len(rows), 1, width, width].
@@ -176,7 +176,7 @@ class PackedRows:
         return len(self.starts) - 1
 
     def in_row(self, row: int) -> NDArray[np.int32]:
-        """Indices of the documents in a row, in order."""
+        """Returns the indices of the documents in a row, in order."""
         return self.documents[self.starts[row] : self.starts[row + 1]]
 
 
@@ -229,7 +229,7 @@ def pack_documents(lengths: NDArray[np.integer[Any]], seq_length: int) -> Packed
 def segment_inputs(
     lengths: Sequence[Sequence[int]], width: int, *, apart: DocumentMasking, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """Inputs that keep documents apart. `lengths`: the documents' lengths in each row."""
+    """Returns the inputs that keep documents apart. `lengths`: the documents' lengths in each row."""
     if apart == "padded without mask":
         return {}
     filled = [[*row, *([width - sum(row)] if sum(row) < width else [])] for row in lengths]

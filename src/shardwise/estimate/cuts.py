@@ -44,7 +44,9 @@ def check_pipeline(pipeline: Pipeline, shape: MeshShape, recompute: Recompute) -
 
 
 def smallest_schedule(pipeline: Pipeline, pp_size: int) -> Schedule:
-    """The schedule with its minimum number of microbatches. The assignment of stages to ranks does not depend on it."""
+    """Returns the schedule with its minimum number of microbatches. The assignment of stages to ranks does not depend
+    on it.
+    """
     number = pipeline.num_stages_per_rank
     if pipeline.layers is not None:
         wanted, num_stages = number, len(pipeline.layers)
@@ -61,7 +63,7 @@ def smallest_schedule(pipeline: Pipeline, pp_size: int) -> Schedule:
 
 
 def fewest_microbatches(pipeline: Pipeline, shape: MeshShape) -> int:
-    """The schedule's minimum number of microbatches, at least one per pp rank; 1 without a pipeline."""
+    """Returns the schedule's minimum number of microbatches, at least one per pp rank; 1 without a pipeline."""
     if shape.pp_size == 1:
         return 1
     smallest_schedule(pipeline, shape.pp_size)  # raises where no number would do
@@ -73,7 +75,7 @@ def fewest_microbatches(pipeline: Pipeline, shape: MeshShape) -> int:
 
 
 def schedule_for(pipeline: Pipeline, shape: MeshShape, num_microbatches: int | None = None) -> Schedule:
-    """The schedule for this number of microbatches; default: its minimum."""
+    """Returns the schedule for this number of microbatches; default: its minimum."""
     return build_schedule(
         pipeline.schedule,
         pp_size=shape.pp_size,
@@ -109,14 +111,16 @@ def cut(order: LayerOrder, facts: ModelFacts, pipeline: Pipeline, *, pp_size: in
 
 
 def balance(cost: Cost, num_segments: int, num_stages: int) -> tuple[int, ...]:
-    """First segments of the stages that minimize the cost of the most expensive stage.
+    """Returns the first segments of the stages that minimize the cost of the most expensive stage.
 
     Among equal cuts it takes the one with fewest layers in front, where most microbatches are in flight.
     """
 
     @functools.cache
     def best(start: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """The minimal cost of the most expensive of `left` stages from segment `start` on, and their first segments."""
+        """Returns the minimal cost of the most expensive of `left` stages from segment `start` on, and their first
+        segments.
+        """
         if left == 1:
             return cost(start, num_segments), (start,)
         cuts = ((end, *best(end, left - 1)) for end in range(start + 1, num_segments - left + 2))
@@ -182,7 +186,7 @@ def experts_of(facts: ModelFacts, module: str, shape: Sequence[int]) -> tuple[in
 
 
 def _given_starts(layers: tuple[int, ...], num_segments: int) -> tuple[int, ...]:
-    """First segment of every stage, from the first layers or from the numbers of layers."""
+    """Returns the first segment of every stage, from the first layers or from the numbers of layers."""
     ends = (*layers[1:], num_segments)
     if layers[0] == 0:
         starts, why = layers, f"0 comes first, so these are first layers, ascending, of {num_segments}"

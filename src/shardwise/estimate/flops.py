@@ -33,7 +33,9 @@ _PEAK_TFLOPS = (
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 operations per second by the maker's data sheet; None for unlisted devices and CPUs."""
+    """Returns the dense bfloat16 operations per second by the maker's data sheet;
+    None for unlisted devices and CPUs.
+    """
     return next((tflops * 1e12 for name, tflops in _PEAK_TFLOPS if re.search(rf"\b{name}\b", device_name)), None)
 
 
@@ -102,6 +104,6 @@ def _attends(facts: ModelFacts, name: str, heads: Heads, *, query: int, value: i
 
 
 def _hidden_size(facts: ModelFacts) -> int:
-    """Features of a row of the input embedding; 0 without one."""
+    """Returns the features of a row of the input embedding; 0 without one."""
     shape = next(iter(facts.modules[facts.embedding].parameters.values()), ()) if facts.embedding else ()
     return shape[-1] if shape else 0

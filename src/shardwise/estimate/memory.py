@@ -49,7 +49,8 @@ class ActivationBytes:
 def state_bytes(
     layouts: Iterable[Layout], coords: Mapping[str, int], *, itemsize: int = 4, frozen: Iterable[Layout] = ()
 ) -> StateBytes:
-    """Bytes of the rank at `coords` with Adam, which keeps two states per trained element.
+    """Computes the bytes that the rank at `coords` keeps between steps with Adam, which has two states per trained
+    element.
 
     Args:
         layouts: layouts of the trained parameters, tied ones once.
@@ -65,12 +66,12 @@ def state_bytes(
 
 
 def mib(nbytes: int) -> str:
-    """A number of bytes in words."""
+    """Returns a number of bytes in words."""
     return f"{nbytes / 2**20:,.1f} MiB"
 
 
 def schedule_of(plan: SplitPlan, num_microbatches: int | None = None) -> Schedule:
-    """The schedule of a decided model's stages for this number of microbatches; default: its minimum."""
+    """Returns the schedule of a decided model's stages for this number of microbatches; default: its minimum."""
     assert plan.pipeline is not None
     number = plan.pipeline.num_stages // plan.shape.pp_size
     options = Pipeline(schedule=plan.pipeline.schedule, num_stages_per_rank=number)
@@ -85,7 +86,7 @@ def describe_stages(
     frozen: Collection[str] = (),
     activations: Mapping[int, int] | None = None,
 ) -> tuple[str, ...]:
-    """Descriptions of the stages, one line per pp rank.
+    """Returns the descriptions of the stages, one line per pp rank.
 
     Args:
         activations: for each stage, the bytes that a microbatch keeps between forward and backward.

@@ -45,7 +45,7 @@ def read_slurm_environment() -> None:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a list in Slurm's notation: `gpu[03-05,9],login` begins with `gpu03`."""
+    """Returns the first host of a list in Slurm's notation: `gpu[03-05,9],login` begins with `gpu03`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     if first is None:
         raise ValueError(f"no host in {nodes!r}")

@@ -16,12 +16,12 @@ Groups = dict[tuple[str, ...], dist.ProcessGroup]  # this rank's process groups 
 
 
 def wide_axes(shape: MeshShape, axes: Sequence[str] = AXES) -> tuple[str, ...]:
-    """The `axes` of several ranks, outermost first."""
+    """Returns those of `axes` that have more than one rank, outermost first."""
     return tuple(axis for axis in AXES if axis in axes and shape.size(axis) > 1)
 
 
 def ranks_along(shape: MeshShape, ranks: Sequence[int], axes: Sequence[str]) -> list[list[int]]:
-    """The global ranks of every group along `axes`, where `ranks` fill `shape` in order."""
+    """Returns the global ranks of every group along `axes`, where `ranks` fill `shape` in order."""
     return [[ranks[place] for place in group] for group in shape.groups(*axes)]
 
 
@@ -32,7 +32,8 @@ def make_groups(
     existing: Mapping[tuple[str, ...], dist.ProcessGroup],
     timeout: datetime.timedelta,
 ) -> Groups:
-    """The groups along every axis, the data axes, all other axes, and of all ranks: the `existing` ones, and new ones.
+    """Returns the groups along every axis, the data axes, all other axes, and of all ranks: the `existing` ones, and
+    new ones.
 
     Communicates: the creation of each new group, over all ranks.
     """
@@ -50,7 +51,7 @@ def make_groups(
 
 
 def new_group(lines: Sequence[Sequence[int]], *, timeout: datetime.timedelta) -> dist.ProcessGroup | None:
-    """A new group for each line of ranks; returns this rank's, None if it is in no line.
+    """Returns a new group for each line of ranks; returns this rank's, None if it is in no line.
 
     Communicates: over all ranks, each of which must pass the same lines.
     """
@@ -59,12 +60,14 @@ def new_group(lines: Sequence[Sequence[int]], *, timeout: datetime.timedelta) ->
 
 
 def new_group_of_one(*, timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """A group of this rank alone, for APIs in which None means all ranks. Communicates nothing."""
+    """Returns a group of this rank alone, for APIs in which None means all ranks. Communicates nothing."""
     return dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True)
 
 
 def world_group(world_size: int) -> dist.ProcessGroup | None:
-    """The group of all ranks; None for a single rank. Raises `MeshError` before the process group is initialized."""
+    """Returns the group of all ranks; None for a single rank. Raises `MeshError` before the process group is
+    initialized.
+    """
     if dist.is_available() and dist.is_initialized():
         return dist.group.WORLD if dist.get_world_size() > 1 else None
     if world_size > 1:
@@ -140,7 +143,7 @@ def _translate(sizes: Mapping[str, int], axes: Mapping[str, str]) -> dict[str, s
 
 
 def _build_shape(ours: Mapping[str, str], sizes: Mapping[str, int], ranks: Tensor) -> MeshShape:
-    """The shape, if its ranks are all those of the job, ascending along every dim as in torch's groups."""
+    """Returns the shape, if its ranks are all those of the job, ascending along every dim as in torch's groups."""
     shape = MeshShape(**{SIZE_NAMES[axis]: sizes[name] for name, axis in ours.items()})
     is_ascending = all(bool((ranks.diff(dim=dim) > 0).all()) for dim in range(ranks.ndim))
     if not is_ascending or sorted(ranks.flatten().tolist()) != list(range(dist.get_world_size())):

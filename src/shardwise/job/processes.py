@@ -77,12 +77,12 @@ class Beat:
         return self.step, self.collective, self.where
 
     def to_json(self) -> str:
-        """The beat as text."""
+        """Returns the beat as text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Beat":
-        """The beat that `to_json` wrote; a default beat from empty text."""
+        """Returns the beat that `to_json` wrote; a default beat from empty text."""
         return cls(**json.loads(text or "{}"))
 
 
@@ -132,7 +132,7 @@ def diagnose(beats: Sequence[Beat], now: float, *, rank: int, quiet_seconds: flo
 
 
 def find_place(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
-    """The collective that a stack is in ("" for none), and the line that called it.
+    """Returns the collective that a stack is in ("" for none), and the line that called it.
 
     The collective is the innermost function of `torch.distributed`, or else the outermost one of `shardwise.comm`: a
     wait for a started collective has no frame of torch.
@@ -214,7 +214,7 @@ class Heartbeat:
         )
 
     def _read_in_time(self) -> list[Beat] | None:
-        """Every rank's last beat; None where the store does not answer."""
+        """Returns every rank's last beat; None where the store does not answer."""
         beats = None
         with suppress(dist.DistError):
             beats = call_with_timeout(ANSWER_SECONDS, self._read)
@@ -273,8 +273,8 @@ DEVICE_VARIABLE = "SHARDWISE_DEVICE"  # environment variable with the default de
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
-    """This rank's device: `device`, or that of `SHARDWISE_DEVICE`, or a GPU if there are any, or the CPU. A GPU becomes
-    torch's current device.
+    """Returns this rank's device: `device`, or that of `SHARDWISE_DEVICE`, or a GPU if there are any, or the CPU. A GPU
+    becomes torch's current device.
 
     Of several GPUs a rank takes the one of its local rank. A single visible one is its own: many launchers show each
     rank one card.
@@ -350,7 +350,7 @@ _HEARTBEATS: list[Heartbeat] = []
 
 
 def current_heartbeat() -> Heartbeat | None:
-    """This rank's heartbeat; None if another library initialized the process group."""
+    """Returns this rank's heartbeat; None if another library initialized the process group."""
     return _HEARTBEATS[-1] if _HEARTBEATS and dist.is_initialized() else None
 
 

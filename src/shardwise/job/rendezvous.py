@@ -65,17 +65,19 @@ def read_address() -> RankAddress:
 
 
 def read_world_size() -> int:
-    """The number of ranks in the environment; 1 without a launcher."""
+    """Returns the number of ranks in the environment; 1 without a launcher."""
     return 1 if os.environ.get("WORLD_SIZE") in (None, "1") else read_address().world_size
 
 
 def is_launched() -> bool:
-    """Whether a launcher has started this process as one of several ranks. A Lightning Trainer does not set `RANK`."""
+    """Returns whether a launcher has started this process as one of several ranks. A Lightning Trainer does not set
+    `RANK`.
+    """
     return bool(os.environ.get("RANK")) and read_world_size() > 1
 
 
 def read_rank() -> int:
-    """This process's rank, also before the rendezvous; 0 without a launcher."""
+    """Returns this process's rank, also before the rendezvous; 0 without a launcher."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return 0 if read_world_size() == 1 else read_address().rank
@@ -119,7 +121,7 @@ def rendezvous(address: RankAddress, *, timeout_seconds: float) -> dist.Store:
 
 
 def call_with_timeout(seconds: float, work: Callable[[], Result]) -> Result | None:
-    """What `work` returns or raises; None if it takes longer, and it continues in a daemon thread."""
+    """Returns what `work` returns or raises; None if it takes longer, and it continues in a daemon thread."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -169,5 +171,5 @@ def _arrive(store: dist.Store, address: RankAddress, started: float, timeout_sec
 
 
 def shown_ranks(ranks: Sequence[int]) -> str:
-    """The first eight ranks in words."""
+    """Formats rank numbers for a message: the first eight, and how many more there are."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"

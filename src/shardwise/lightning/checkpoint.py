@@ -22,7 +22,7 @@ _TENSORS = ("state_dict", "optimizer_states")
 
 
 def _place_of(path: Any) -> Path:
-    """Path of a checkpoint. Lightning's tuners start names with a dot, which our tags must not have."""
+    """Returns the path of a checkpoint. Lightning's tuners start names with a dot, which our tags must not have."""
     place = Path(path)
     name = place.name.lstrip(".")
     return place.with_name(name) if name else place

@@ -71,7 +71,7 @@ class LossHooks:
             handle.remove()
 
     def run_stages(self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """A forward through all stages, which computes its gradients at once, weighted by this rank's share."""
+        """Runs forward and backward through all stages at once; the loss is weighted by this rank's share."""
         args, kwargs = self._count_targets(self._model, args, kwargs) or (args, kwargs)
         if self._count is None:
             return call(*args, **kwargs)
@@ -242,7 +242,9 @@ class SplitModels:
                 broadcast_(other, group, source=0)
 
     def take_targets(self) -> Tensor | None:
-        """Number of targets, over all data ranks, of the forwards with a loss since the last call; None without any."""
+        """Returns the number of targets, over all data ranks, of the forwards with a loss since the last call; None
+        without any.
+        """
         counts = [count for hooks in self._hooks if (count := hooks.take()) is not None]
         return torch.stack(counts).sum() if counts else None
 
@@ -301,7 +303,7 @@ class _WithLoss:
     """Shows the last step's loss over all data ranks, unless the module logs one itself."""
 
     def get_metrics(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
-        """Metrics beside the bar."""
+        """Returns what Lightning shows beside its progress bar, with the loss of all ranks."""
         metrics: dict[str, Any] = super().get_metrics(trainer, pl_module)  # type: ignore[misc]  # of the bar beside this
         loss = getattr(trainer.strategy, "last_loss", None)
         if loss is not None and trainer.training and "loss" not in metrics:

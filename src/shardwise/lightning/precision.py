@@ -49,7 +49,7 @@ class ShardwisePrecision(LightningPrecision):
 
 
 def read_precision(plugin: Any, own: Precision | None) -> ShardwisePrecision:
-    """The plugin for the arguments `Trainer(precision=..., plugins=...)`."""
+    """Returns the plugin for the arguments `Trainer(precision=..., plugins=...)`."""
     if isinstance(plugin, ShardwisePrecision):
         theirs = plugin.dtypes
     elif type(plugin) is LightningPrecision:

@@ -44,7 +44,7 @@ _BEGUN: list[MeshShape] = []
 
 
 def open_mesh(shape: MeshShape, cluster: Any, device: torch.device, **options: Any) -> Mesh:
-    """`Mesh.open` in a job whose ranks meet through Lightning's `ClusterEnvironment`."""
+    """Runs `Mesh.open` in a job whose ranks meet through Lightning's `ClusterEnvironment`."""
     if shape.world_size == 1 or dist.is_initialized():
         mesh = Mesh.open(shape, device=device, **options)
         if _BEGUN and shape.world_size > 1:
@@ -224,7 +224,7 @@ class ShardwiseStrategy(SavesParts):
         return self._mesh
 
     def load(self, source: Any, **options: Any) -> nn.Module:
-        """`shardwise.load` over this mesh with this strategy's options; for `configure_model`.
+        """Runs `shardwise.load` over this mesh with this strategy's options; for `configure_model`.
 
         Args:
             source: a directory, a hub id or a config.
@@ -306,7 +306,7 @@ class ShardwiseStrategy(SavesParts):
         return tensor.copy_(tensor / group.size()) if is_mean else tensor
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:  # noqa: FBT001, FBT002
-        """Tensors of all data ranks, or of `group`, `[ranks, …]`; the tensor itself with one rank.
+        """Returns the tensors of all data ranks, or of `group`, `[ranks, …]`; the tensor itself with one rank.
 
         Args:
             sync_grads: whether gradients flow back to the ranks that the parts came from.
@@ -322,7 +322,7 @@ class ShardwiseStrategy(SavesParts):
         return self.mesh.group(*DATA_AXES) if is_all else group
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Rank `src`'s picklable object."""
+        """Returns the rank `src`'s picklable object."""
         return broadcast_object(obj, self._mesh.group() if self._mesh is not None else None, source=src)
 
     def barrier(self, name: str | None = None) -> None:
@@ -330,7 +330,7 @@ class ShardwiseStrategy(SavesParts):
         self.reduce_boolean_decision(decision=True)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002, FBT001, FBT002
-        """Whether `decision` is true on all ranks, or on any."""
+        """Returns whether `decision` is true on all ranks, or on any."""
         if self._mesh is None:
             return bool(decision)
         count = all_reduce_int(int(decision), self._mesh.group(), self._mesh.device)
@@ -459,7 +459,7 @@ class ShardwiseStrategy(SavesParts):
         return super().optimizer_step(optimizer, closed, model, **kwargs)
 
     def _stepped(self) -> list[Tensor]:
-        """Parameters of all optimizers."""
+        """Returns the parameters of all optimizers."""
         return [each for optimizer in self.optimizers for group in optimizer.param_groups for each in group["params"]]
 
     # The end

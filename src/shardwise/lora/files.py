@@ -29,7 +29,8 @@ _PREFIX = "base_model.model."
 
 
 def adapter_state(model: nn.Module, name: str) -> dict[str, Tensor]:
-    """Tensors of PEFT's file of an adapter: full CPU tensors by PEFT's names, on rank 0; an empty dict on other ranks.
+    """Returns the tensors of PEFT's file of an adapter: full CPU tensors by PEFT's names, on rank 0; an empty dict on
+    other ranks.
 
     These are all parts of a model that training an adapter changes: A and B, trained copies of modules, and biases.
 
@@ -60,7 +61,7 @@ def adapter_state(model: nn.Module, name: str) -> dict[str, Tensor]:
 
 
 def _chosen(model: nn.Module, shown: Mapping[str, Tensor], name: str, registry: Registry) -> dict[str, str]:
-    """PEFT's name of every tensor in the file, to the model's name. Rank 0 asks PEFT."""
+    """Returns PEFT's name of every tensor in the file, to the model's name. Rank 0 asks PEFT."""
 
     def choose() -> dict[str, str]:
         if registry.mesh.rank:
@@ -96,13 +97,15 @@ def write_adapter_files(directory: Path, state: Mapping[str, Tensor], config: by
 
 
 def adapter_companions(model: nn.Module) -> dict[str, bytes]:
-    """Files besides tensors, for a model with one adapter of the default name: its config in PEFT's format."""
+    """Returns the files besides tensors, for a model with one adapter of the default name:
+    its config in PEFT's format.
+    """
     configs = getattr(find_model(model), "peft_config", {})
     return {ADAPTER_CONFIG: adapter_config_text(model, "default")} if list(configs) == ["default"] else {}
 
 
 def stored_names(model: nn.Module) -> dict[str, str]:
-    """PEFT's name of every tensor in the default adapter's file, to its name in the unsplit model with adapters."""
+    """Maps PEFT's name of every tensor in the default adapter's file to its name in the unsplit model with adapters."""
     shown = {fqn: value.to("meta") for fqn, value in model.state_dict().items()}
     names = {id(value): fqn.removeprefix(_PREFIX) for fqn, value in shown.items()}
     state = peft().get_peft_model_state_dict(model, state_dict=shown)
@@ -110,7 +113,7 @@ def stored_names(model: nn.Module) -> dict[str, str]:
 
 
 def adapter_config_text(model: nn.Module, name: str) -> bytes:
-    """PEFT's `adapter_config.json`."""
+    """Returns PEFT's `adapter_config.json`."""
     base: Any = find_model(model)
     config = copy.deepcopy(base.peft_config[name])
     config.base_model_name_or_path = config.base_model_name_or_path or getattr(base, "name_or_path", None) or None
@@ -160,7 +163,7 @@ WeightDelta = Callable[[Tensor], Tensor]
 
 
 def base_tensors(model: nn.Module, *, merged: bool) -> dict[str, str]:
-    """Name in the base of each of its parameters and persistent buffers, to its name in the model.
+    """Maps the base's name of each of its parameters and persistent buffers to the name in the model.
 
     Args:
         merged: whether to use the trained copies of modules instead of the originals.
@@ -232,7 +235,7 @@ class Merger:
 
     @torch.no_grad()
     def delta_of(self, fqn: str) -> WeightDelta:
-        """Function that adds the adapters' contribution to the full parameter `fqn`.
+        """Returns a function that adds the adapters' contribution to the full parameter `fqn`.
 
         Communicates: over all axes, all-gathers of the adapters' parameters; the returned function: nothing.
         """
@@ -241,7 +244,7 @@ class Merger:
         return functools.partial(_with_added, added=[each for each in added if each is not None])
 
     def _added(self, own: str, wrapper: Any, adapter: str) -> WeightDelta | None:
-        """Contribution of one adapter to a full bias or weight; None if there is none."""
+        """Returns the contribution of one adapter to a full bias or weight; None if there is none."""
         if own == "bias":
             has_bias = adapter in wrapper.lora_B and getattr(wrapper.lora_B[adapter], "bias", None) is not None
             bias = self._full(wrapper.lora_B[adapter], "bias") if has_bias else None
@@ -281,5 +284,5 @@ class _Unsplit:
         return getattr(self.__dict__["_wrapper"], name)
 
     def get_param(self) -> Tensor:
-        """The full weight of stacked experts."""
+        """Returns the full weight of stacked experts."""
         return self.__dict__["_weight"]

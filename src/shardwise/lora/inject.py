@@ -35,7 +35,7 @@ def guard_wrapper(model: nn.Module, registry: Registry) -> None:
 
 
 def named_biases(model: nn.Module, config: Any) -> dict[str, Tensor]:
-    """Biases that an adapter's config trains and that PEFT misses: modules list them in `bias_names`."""
+    """Returns the biases that an adapter's config trains and that PEFT misses: modules list them in `bias_names`."""
     kind = getattr(config, "bias", "none")
     return {
         f"{name}.{bias}": module.get_parameter(bias)
@@ -101,7 +101,7 @@ class _SplitTuner:
 
 
 def peft() -> Any:
-    """The library."""
+    """Returns the library."""
     try:
         return importlib.import_module("peft")
     except ImportError as error:
@@ -114,7 +114,7 @@ _PLAIN_INITS = (True, False, "gaussian", "orthogonal")
 
 
 def read_adapter_config(adapter: Any) -> Any:
-    """Config of an adapter to train: a copy of the given one, or that of an adapter's directory.
+    """Returns the config of an adapter to train: a copy of the given one, or that of an adapter's directory.
 
     Args:
         adapter: a PEFT config, a directory that PEFT or Shardwise wrote, or a hub id.
@@ -167,7 +167,8 @@ def inject(model: nn.Module, adapter: Any, *, on_meta: bool = True) -> nn.Module
 
 
 def named_targets(model: nn.Module, keywords: Any) -> Any:
-    """`target_modules` for PEFT, which requires full names or their ends: all modules whose name contains a keyword.
+    """Returns `target_modules` in PEFT's form, which requires full names or their ends: all modules whose name contains
+    a keyword.
 
     Args:
         keywords: a list of keywords; a string (a pattern of full names) and None are returned unchanged.

@@ -61,7 +61,7 @@ class LossOptions:
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> "LossOptions":
-        """Options of a call, in the order in which `F.cross_entropy` takes them after the target."""
+        """Returns the options of a call, in the order in which `F.cross_entropy` takes them after the target."""
         if size_average is not None or reduce is not None:
             reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
         return cls(weight=weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
@@ -82,7 +82,7 @@ _DEFAULTS = LossOptions()
 def split_cross_entropy(
     logits: Tensor, target: Tensor, *, axis: Axis, num_classes: int, options: LossOptions = _DEFAULTS
 ) -> Tensor:
-    """Cross-entropy of split logits, computed in float32.
+    """Returns the cross-entropy of split logits, computed in float32.
 
     Args:
         logits: `[..., classes]`, per rank `[..., classes of this rank]` in the order of `torch.chunk`; not modified.
@@ -97,7 +97,7 @@ def split_cross_entropy(
 
 
 def cross_entropy_of_parts(logits: Tensor, target: Tensor, *, axis: Axis, options: LossOptions = _DEFAULTS) -> Tensor:
-    """`split_cross_entropy` when only the ranks together know the number of classes.
+    """Computes `split_cross_entropy` when only the ranks together know the number of classes.
 
     Communicates: over tp, one all-reduce of one integer, and what `split_cross_entropy` does.
     """
@@ -108,7 +108,7 @@ def cross_entropy_of_parts(logits: Tensor, target: Tensor, *, axis: Axis, option
 def head_cross_entropy(
     hidden: Tensor, head: Head, target: Tensor, *, axis: Axis, num_classes: int, options: LossOptions = _DEFAULTS
 ) -> Tensor:
-    """`split_cross_entropy` of the logits that `head` makes of `hidden`; see [Note: the loss without logits].
+    """Computes `split_cross_entropy` of the logits that `head` makes of `hidden`; see [Note: the loss without logits].
 
     Args:
         hidden: `[rows, features]`, the same on every tp rank.
@@ -167,7 +167,7 @@ class _Targets:
         )
 
     def among(self, classes: slice) -> "_Targets":
-        """Targets relative to a slice of this rank's classes."""
+        """Returns the targets relative to a slice of this rank's classes."""
         number, position = classes.stop - classes.start, self.position - classes.start
         return replace(
             self,
@@ -177,8 +177,9 @@ class _Targets:
         )
 
     def sums(self, values: Tensor, rows: slice) -> Tensor:
-        """This rank's statistics of some rows, `[3 or 4, rows]`: maximum, target minus maximum, with smoothing the
-        weighted sum minus maximum, and the sum of exponentials relative to the maximum. Overwrites `values` (float32).
+        """Returns this rank's statistics of some rows, `[3 or 4, rows]`: maximum, target minus maximum, with smoothing
+        the weighted sum minus maximum, and the sum of exponentials relative to the maximum. Overwrites `values`
+        (float32).
         """
         lowest = torch.finfo(values.dtype).min  # of a rank without classes, or whose logits are all minus infinity
         has_classes = values.shape[-1] > 0
@@ -193,7 +194,7 @@ class _Targets:
         return torch.stack(found)
 
     def losses(self, parts: Tensor) -> tuple[Tensor, Tensor]:
-        """Losses and log-sum-exps of all rows from all ranks' statistics `[ranks, 3 or 4, rows]`."""
+        """Returns the losses and log-sum-exps of all rows from all ranks' statistics `[ranks, 3 or 4, rows]`."""
         # What a rank has is relative to its own largest logit; `below` is how far that is below the largest of all.
         largest = parts[:, 0].amax(0)
         below = parts[:, 0] - largest
@@ -206,7 +207,7 @@ class _Targets:
         return losses, largest + log_total
 
     def gradient(self, values: Tensor, log_total: Tensor, incoming: Tensor, rows: slice) -> Tensor:
-        """Gradient of some rows' logits. Overwrites `values`, the logits in float32."""
+        """Returns the gradient of some rows' logits. Overwrites `values`, the logits in float32."""
         hard = incoming[rows] * self.row_weight[rows] * (1 - self.smoothing)
         soft = incoming[rows] * self.kept[rows] * (self.smoothing / self.num_classes)
         values -= log_total[rows].unsqueeze(-1)
@@ -286,7 +287,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
 def _through(
     steps: Steps, logits: Tensor, targets: _Targets, log_total: Tensor, incoming: Tensor, rows: slice
 ) -> Tensor:
-    """Gradient of the head's output for some rows, through `steps`."""
+    """Returns the gradient of the head's output for some rows, through `steps`."""
     if not steps:
         return targets.gradient(logits.float(), log_total, incoming, rows).to(logits.dtype)
     with torch.enable_grad():
@@ -319,12 +320,12 @@ def _stepped(steps: Steps, logits: Tensor) -> Tensor:
 
 
 def _own_float(values: Tensor) -> Tensor:
-    """Writable copy in float32."""
+    """Returns a writable copy in float32."""
     return values.to(torch.float32, copy=True)
 
 
 def _all_gathered(x: Tensor, axis: Axis) -> Tensor:
-    """Every rank's `x`, `[ranks, *x.shape]`."""
+    """Returns every rank's `x`, `[ranks, *x.shape]`."""
     if axis.group is None:
         return x.unsqueeze(0)
     parts = x.new_empty(axis.size, *x.shape)

@@ -92,7 +92,7 @@ def _full(value: Any) -> Any:
 
 
 def _cross_entropy(context: SplitContext, input: DTensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
-    """`F.cross_entropy`, with its signature, of split logits."""
+    """Computes `F.cross_entropy`, with its signature, of split logits."""
     if target.is_floating_point():  # class probabilities: rare, and as large as the logits themselves
         return F.cross_entropy(_full(input), target, *args, **kwargs)
     dim = _class_dim(input)

@@ -17,7 +17,7 @@ _ATTRIBUTE = "_shardwise_label_use"
 
 @dataclass(frozen=True, kw_only=True)
 class LabelUse:
-    """Facts found by running a tiny model of the architecture.
+    """How a model uses its labels, found by running a tiny model of the architecture.
 
     Attributes:
         shifts: whether the loss compares each position with the next label.
@@ -43,7 +43,7 @@ def note_label_use(model: nn.Module, use: LabelUse) -> None:
 
 
 def label_use_of(model: nn.Module) -> LabelUse | None:
-    """The `LabelUse` attached to the model or to a module inside it; None if there is none."""
+    """Returns the `LabelUse` attached to the model or to a module inside it; None if there is none."""
     return next((module.__dict__[_ATTRIBUTE] for module in model.modules() if _ATTRIBUTE in module.__dict__), None)
 
 
@@ -60,7 +60,7 @@ def check_label_use(model: nn.Module) -> None:
 
 
 def may_divide(model: nn.Module) -> bool:
-    """Whether batches may be computed in parts, as far as known."""
+    """Returns whether batches may be computed in parts, as far as known."""
     use = label_use_of(model)
     return use is None or use.divides
 
@@ -77,18 +77,20 @@ def check_model_divides(model: nn.Module, num_parts: int) -> None:
 
 
 def claims_to_shift(model: nn.Module) -> bool:
-    """Whether the model's class is a causal language model, whose loss compares each position with the next label."""
+    """Returns whether the model's class is a causal language model, whose loss compares each position with the next
+    label.
+    """
     is_causal = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     return getattr(model, "loss_type", None) == "ForCausalLM" or (is_causal and not _is_encoder_decoder(model))
 
 
 def may_shift(model: nn.Module) -> bool:
-    """Whether the loss may shift labels, judged by the class. Only running the model tells."""
+    """Returns whether the loss may shift labels, judged by the class. Only running the model tells."""
     return claims_to_shift(model) or says_nothing(model) or _shifts_by_loss(model)
 
 
 def says_nothing(model: nn.Module) -> bool:
-    """Whether the model's class does not name its loss, and its forward takes targets."""
+    """Returns whether a model takes targets although its class does not name its loss."""
     takes = inspect.signature(model.forward).parameters
     return getattr(model, "loss_type", "") is None and not takes.keys().isdisjoint(("labels", "start_positions"))
 
@@ -102,7 +104,7 @@ def _is_encoder_decoder(model: nn.Module) -> bool:
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether the model's loss compares each position with the next label, as far as known."""
+    """Returns whether the model's loss compares each position with the next label, as far as known."""
     use, inner = label_use_of(model), find_model(model)
     claims = claims_to_shift(inner) or (_shifts_by_loss(inner) and not _is_encoder_decoder(inner))
     return claims if use is None else use.shifts

@@ -55,18 +55,20 @@ _READING = frozenset({"T", "mT", "H", "mH", "real", "imag"})  # attributes of a 
 
 
 def attribute_of(func: Any) -> str | None:
-    """Name of the tensor attribute that a torch function reads; None for other functions."""
+    """Returns the name of the tensor attribute that a torch function reads; None for other functions."""
     is_read = getattr(func, "__name__", "") == "__get__"
     return getattr(getattr(func, "__self__", None), "__name__", "") if is_read else None
 
 
 def takes_data(func: Any) -> bool:
-    """Whether `func` is `detach` or the getter of `data`."""
+    """Returns whether `func` is `detach` or the getter of `data`."""
     return getattr(func, "__name__", "") == "detach" or attribute_of(func) == "data"
 
 
 def only_asks(func: Any, asking: Collection[str]) -> bool:
-    """Whether `func` reads only metadata of a tensor: a method in `asking`, or an attribute."""
+    """Returns whether `func` reads only metadata of a tensor: it is a method in `asking`, or the getter of an
+    attribute.
+    """
     attribute = attribute_of(func)
     return getattr(func, "__name__", "") in asking or (attribute is not None and attribute not in _READING)
 
@@ -114,7 +116,7 @@ class SplitLogits(DTensor):
         return self._look.full is not None
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The full logits as a plain tensor. Every tp rank must call this, or compute with the logits."""
+        """Returns the full logits as a plain tensor. Every tp rank must call this, or compute with the logits."""
         if grad_placements is not None:
             return super().full_tensor(grad_placements=grad_placements)
         look = self._look
@@ -132,7 +134,7 @@ class SplitLogits(DTensor):
         return self.gather_parts()
 
     def gather_parts(self) -> Tensor:
-        """`full_tensor` without the check that every tp rank calls it."""
+        """Returns the full logits like `full_tensor`, without the check that every tp rank calls it."""
         look = self._look
         if look.full is None:
             (placement,) = self.placements
@@ -155,7 +157,7 @@ class SplitLogits(DTensor):
 
 @register_sharding(torch.ops.aten._is_any_true.default)
 def _is_any_true(value: Any) -> list[Any]:
-    """Sharding rule for `torch.autograd.detect_anomaly`, which calls this on every gradient: gather."""
+    """Returns the sharding rule for `torch.autograd.detect_anomaly`, which calls this on every gradient: gather."""
     return [([Replicate()], [Replicate()])]
 
 
@@ -244,7 +246,7 @@ class DeferredLogits(Tensor):
 
     @staticmethod
     def of_head(hidden: Tensor, head: Head, context: SplitContext) -> "DeferredLogits":
-        """Deferred output of `head` for the input `hidden`."""
+        """Returns the deferred output of `head` for the input `hidden`."""
         return _new(_Source(hidden, head, head.weight.shape[0], context), hidden, (), hidden.dtype)
 
     def split_over(self, num_classes: int, finish: Callable[[Tensor], Tensor]) -> "DeferredLogits":
@@ -269,7 +271,7 @@ class DeferredLogits(Tensor):
         return _new(self._source, moved, steps, dtype or self.dtype, parent=self, step=step)
 
     def _continued(self, step: _Step, *, has_tensors: bool) -> "DeferredLogits | None":
-        """Result of `step`, deferred; None if the logits must be materialized for it."""
+        """Returns the result of `step`, deferred; None if the logits must be materialized for it."""
         name, args = step.name, step.args
         if name in _STEPS and not has_tensors:
             made = step(torch.empty(0, dtype=self.dtype, device=self.device))
@@ -298,7 +300,7 @@ class DeferredLogits(Tensor):
         return self._hidden.flatten(start_dim, last) if last < self.ndim - 1 else None
 
     def _cross_entropy(self, target: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-        """`F.cross_entropy` of deferred logits; None if they must be materialized for it."""
+        """Computes `F.cross_entropy` of deferred logits; None if they must be materialized for it."""
         if self.ndim != 2 or target.is_floating_point() or type(target) not in _PLAIN:
             return None
         steps = self._steps
@@ -354,7 +356,7 @@ def apply_deferral(head: nn.Module | None, context: SplitContext, most_classes: 
 
 
 def go_on(func: Any, args: Any, kwargs: Any) -> Any:
-    """Result of `func` if it can be computed without materializing the logits; else NotImplemented."""
+    """Computes `func` without materializing the logits; returns NotImplemented if it cannot."""
     name = getattr(func, "__name__", "")
     name = _OPERATORS.get(name, name)
     if name in _ASKING_DEFERRED or attribute_of(func) in _ASKED:
@@ -374,7 +376,7 @@ def go_on(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def make(values: Any) -> Any:
-    """`values` with deferred logits materialized."""
+    """Returns `values` with deferred logits materialized."""
 
     def made(value: Any) -> Any:
         if not isinstance(value, DeferredLogits):
@@ -415,13 +417,13 @@ def _refuse_gradient(gradient: Tensor) -> None:
 
 
 def _can_defer(x: Tensor) -> bool:
-    """Whether the product of `x` can be computed later, and again, with the same result."""
+    """Returns whether the product of `x` can be computed later, and again, with the same result."""
     is_plain = type(x) in _PLAIN and not torch.compiler.is_compiling()
     return is_plain and torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type)
 
 
 def _leaves_classes(index: Any, num_dims: int) -> bool:
-    """Whether an index keeps the last dim whole and in last place."""
+    """Returns whether an index keeps the last dim whole and in last place."""
     items = index if isinstance(index, tuple) else (index,)
     if not all(each is None or each is ... or isinstance(each, int | slice | Tensor) for each in items):
         return False

@@ -70,7 +70,7 @@ def clip_grad_norm_(
 def _gradients(
     parameters: nn.Module | Tensor | Iterable[Tensor],
 ) -> tuple[list[tuple[Tensor, ParameterEntry | None]], Registry | None]:
-    """Local tensors of complete gradients, each with its parameter's entry; None if it has none."""
+    """Returns the local tensors of complete gradients, each with its parameter's entry; None if it has none."""
     registry: Registry | None
     pairs: list[tuple[Tensor, ParameterEntry | None]]
     if isinstance(parameters, nn.Module):

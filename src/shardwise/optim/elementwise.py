@@ -62,7 +62,7 @@ def assume_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _is_apart(entry: ParameterEntry) -> bool:
-    """Whether the rank holds only a part of the parameter, or is one of several stages."""
+    """Returns whether the rank holds only a part of the parameter, or is one of several stages."""
     return entry.split is not None or entry.chunk is not None or entry.registry.mesh.size("pp") > 1
 
 
@@ -106,7 +106,7 @@ def _try(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], like: Ten
 def _train(
     optimizer_class: Any, options: Mapping[str, Any], starts: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
 ) -> list[Tensor]:
-    """The tensors after several steps, each step with one gradient per tensor."""
+    """Returns the tensors after several steps, each step with one gradient per tensor."""
     parameters = [nn.Parameter(start.clone()) for start in starts]
     optimizer = optimizer_class(parameters, **options)
     for same_step in gradients:

@@ -61,7 +61,7 @@ class HostCopy:
         self._event.record()
 
     def read(self) -> Any:
-        """The numbers as Python values; waits only for the copy."""
+        """Returns the numbers as Python values; waits only for the copy."""
         if self._event is not None:
             self._event.synchronize()
         return self._host.numpy().tolist()
@@ -90,7 +90,7 @@ class LossScale:
         torch._amp_update_scale_(self.factor, self.good_steps, is_bad.to(self.factor.device), 2.0, 0.5, self._interval)
 
     def state_dict(self) -> dict[str, float]:
-        """State for checkpoints. Waits for the device."""
+        """Returns the state for checkpoints. Waits for the device."""
         return {"value": self.factor.item(), "good_steps": int(self.good_steps)}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
@@ -228,7 +228,7 @@ class Gradients:
         self.registry.idle_stages = tuple(stage for stage, some in enumerate(trained.tolist()) if not some)
 
     def note_change(self) -> None:
-        """Invalidates what is known of the gradients' values, after they were changed without a backward."""
+        """Forgets what is known of the gradients' values, after they were changed without a backward."""
         self.norm = self.is_bad = None
 
     def _watch_output(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -238,7 +238,7 @@ class Gradients:
                     value.register_hook(self._begin)
 
     def _begin(self, gradient: Tensor) -> None:
-        """Called when a backward reaches the model, possibly several times."""
+        """Runs when a backward reaches the model, possibly several times."""
         task = torch._C._current_graph_task_id()
         if task == self._task or (self.is_deferred and self.is_partial):
             return
@@ -272,7 +272,7 @@ class Gradients:
             adopt_parameters(self.model)
 
     def _find_summed(self) -> list[tuple[nn.Parameter, ParameterEntry]]:
-        """The parameters, as stored between steps, whose gradients are summed. Adds a hook to each."""
+        """Returns the parameters, as stored between steps, whose gradients are summed. Adds a hook to each."""
         summed = []
         self.adopt_added()
         for _, parameter, entry in find_parameters(self.model):
@@ -322,7 +322,9 @@ def track_gradients(model: nn.Module, registry: Registry) -> Gradients:
 
 
 def gradients_of(model: nn.Module) -> Gradients:
-    """State of a split model's gradients. `model` may be a wrapper, whose parameters then belong to it too."""
+    """Returns the state of a split model's gradients.
+    `model` may be a wrapper, whose parameters then belong to it too.
+    """
     root = registry_of(model).model()
     gradients: Gradients | None = root.__dict__.get(_ATTRIBUTE) if root is not None else None
     if gradients is None:

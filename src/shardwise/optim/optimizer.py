@@ -110,7 +110,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
 
 
 def _known_models(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[nn.Module] | None:
-    """Cached result of `_look_at` for the same parameters; None if they have changed, or a model is gone."""
+    """Returns the cached result of `_look_at` for the same parameters;
+    None if they have changed, or a model is gone.
+    """
     known = optimizer.__dict__.get(KNOWN)
     if known is None or known[0] != _marks(parameters):
         return None
@@ -119,12 +121,12 @@ def _known_models(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]
 
 
 def _marks(parameters: Sequence[Tensor]) -> list[tuple[int, bool]]:
-    """What the checks of an optimizer's parameters depend on."""
+    """Returns what the checks of an optimizer's parameters depend on."""
     return [(id(each), each.requires_grad) for each in parameters]
 
 
 def _look_at(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[nn.Module]:
-    """The split models whose parameters an optimizer holds.
+    """Returns the split models whose parameters an optimizer holds.
 
     Raises if it would update them differently from full ones.
     """
@@ -157,7 +159,7 @@ def _guard_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def local_state_of(optimizer: torch.optim.Optimizer) -> Any:
-    """`state_dict()` with this rank's parts, for code that saves and loads per rank."""
+    """Returns an optimizer's `state_dict()` with this rank's parts, for code that saves and loads per rank."""
     hooks = optimizer._optimizer_state_dict_pre_hooks
     guards = {key: hooks.pop(key) for key in [key for key, hook in hooks.items() if hook is _refuse_state]}
     try:
@@ -253,7 +255,7 @@ def _check_at_rest(parameters: Iterable[Tensor], models: Iterable[nn.Module]) ->
 def _grouped(
     trained: Mapping[str, Tensor], groups: Groups, others: Mapping[str, tuple[int, ...]]
 ) -> list[dict[str, Any]]:
-    """Parameter groups by options, apart in and outside of FSDP2: foreach optimizers cannot mix them."""
+    """Returns the parameter groups by options, apart in and outside of FSDP2: foreach optimizers cannot mix them."""
     choose = groups if callable(groups) else _Rules(groups, trained, others)
     found: dict[Any, dict[str, Any]] = {}
     for name, parameter in trained.items():
@@ -272,7 +274,9 @@ def groups_of(parameters: Any) -> list[dict[str, Any]]:
 
 
 def model_under(optimizer: torch.optim.Optimizer) -> nn.Module | None:
-    """The split model whose parameters an optimizer updates, also on a stage that trains nothing; None: none."""
+    """Returns the split model whose parameters an optimizer updates, also on a stage that trains nothing;
+    None: none.
+    """
     parameters = (each for group in optimizer.param_groups for each in group["params"])
     entry = next((entry for each in parameters if (entry := entry_of(each)) is not None), None)
     built_for: Callable[[], nn.Module | None] = optimizer.__dict__.get(_MODEL, lambda: None)
@@ -280,7 +284,7 @@ def model_under(optimizer: torch.optim.Optimizer) -> nn.Module | None:
 
 
 def divided_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
-    """`groups_of` with only the trained parameters. Parameters in and outside of FSDP2 get separate groups.
+    """Returns `groups_of` with only the trained parameters. Parameters in and outside of FSDP2 get separate groups.
 
     Args:
         parameters: may be pairs with names (`named_parameters()`); names are dropped.

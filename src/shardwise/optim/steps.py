@@ -29,7 +29,7 @@ _HOW = ("foreach", "fused", "capturable", "differentiable")
 
 class _PlainStep(torch.optim.Adam):
     def _init_group(self, group: Any, *lists: list[Any]) -> Any:
-        """Torch's lists of parameters, gradients and states for a step, with local tensors."""
+        """Returns torch's lists of parameters, gradients and states for a step, with local tensors."""
         has_complex = super()._init_group(group, *lists)
         for values in lists:
             values[:] = [local_part(x) if isinstance(x, DTensor | LocalGradient) else x for x in values]  # type: ignore[arg-type]
@@ -56,25 +56,27 @@ def _new(optimizer_class: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
 
 
 def stepping_class(optimizer_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """The class that replaces torch's Adam or AdamW to step over plain tensors; returns other classes unchanged."""
+    """Returns the class that replaces torch's Adam or AdamW to step over plain tensors; returns other classes
+    unchanged.
+    """
     stepping: type[torch.optim.Optimizer] = _STEPPING.get(optimizer_class, optimizer_class)
     return stepping
 
 
 def class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    """The class that the user asked for: torch's, if the optimizer's class replaces it."""
+    """Returns the class that the user asked for: torch's, if the optimizer's class replaces it."""
     kind = type(optimizer)
     return next((asked for asked, stepping in _STEPPING.items() if kind is stepping), kind)
 
 
 def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that updates: the one inside torch's `ZeroRedundancyOptimizer`, or `optimizer` itself."""
+    """Returns the optimizer that updates: the one inside torch's `ZeroRedundancyOptimizer`, or `optimizer` itself."""
     inner = getattr(optimizer, "optim", None)
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def can_skip_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Whether a scalar on `device` can skip a step of the optimizer; the same on all ranks."""
+    """Returns whether a scalar on `device` can skip a step of the optimizer; the same on all ranks."""
     optimizer = inner_of(optimizer)
     return (
         isinstance(optimizer, _PlainStep)
@@ -101,7 +103,7 @@ def _forget(optimizer: Any, *_: Any) -> None:
 def with_fused(
     optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], parameters: Sequence[Tensor]
 ) -> dict[str, Any]:
-    """`options` with torch's fused implementation, which allocates no temporary tensors, for Adam and AdamW.
+    """Returns `options` with torch's fused implementation, which allocates no temporary tensors, for Adam and AdamW.
 
     On CPUs the fused form rounds the last few elements of a tensor differently. If several tp ranks hold copies of a
     parameter, perhaps at other positions, the option is another one there, so that copies stay equal.
@@ -157,7 +159,7 @@ def check_finite_before_step(model: nn.Module, gradients: Gradients, optimizer: 
 
 
 def check_steps(model: nn.Module) -> Gradients:
-    """Gradients' state, after a check that no step skipped on the device should have raised."""
+    """Returns the gradients' state, after a check that no step skipped on the device should have raised."""
     gradients = gradients_of(model)
     late, gradients.pending_fault = gradients.pending_fault, None
     if late is None or not late.read():

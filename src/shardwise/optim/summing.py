@@ -162,7 +162,7 @@ def _sum_together(parts: Sequence[Tensor], group: Group | None) -> None:
 
 @torch.no_grad()
 def scale_back_to_partial(parameter: Tensor, entry: ParameterEntry) -> None:
-    """Scales a summed gradient back to this rank's share, so that more can be added and summed with it."""
+    """Divides a summed gradient by the number of ranks that share it, so that summing it again gives the same value."""
     if parameter.grad is None:
         return
     registry, gradient = entry.registry, local_part(parameter.grad)

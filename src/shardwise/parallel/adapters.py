@@ -99,7 +99,7 @@ class SplitAdapter:
         self._unmerged.clear()
 
     def _is_foreign(self, base: nn.Module) -> bool:
-        """Whether another pipeline stage holds the adapted weight."""
+        """Returns whether another pipeline stage holds the adapted weight."""
         return getattr(self, "parameter_name", "weight") not in base._parameters
 
     def unload_and_optionally_merge_module(self, *args: Any, **options: Any) -> NoReturn:

@@ -171,7 +171,7 @@ def move_model(model: Model, device: torch.device | str) -> Model:
 
 
 def _most_classes(head: nn.Module | None, context: SplitContext) -> int | None:
-    """Largest number of a split head's classes on one tp rank; None if the head is not split."""
+    """Returns the largest number of a split head's classes on one tp rank; None if the head is not split."""
     entry = entries_of(head).get("weight") if head is not None else None
     return context.tp.even_sizes(entry.layout.shape[0])[0] if entry is not None and entry.split is not None else None
 

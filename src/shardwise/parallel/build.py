@@ -67,7 +67,8 @@ class Construction(TorchDispatchMode):
 
     @torch.no_grad()
     def values(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Values of meta tensors, on the CPU. Elements that were never written are NaN.
+        """Computes the values of meta tensors on the CPU, by running the recorded operations on real tensors. Elements
+        that were never written are NaN.
 
         Random values are drawn anew from torch's default generator, once for all of `tensors`.
         """
@@ -118,7 +119,7 @@ class _Replay:
                 self.real(recorded).copy_(value)
 
     def real(self, recorded: Tensor) -> Tensor:
-        """The real tensor for a recorded one: a view of a real storage that starts as NaN."""
+        """Returns the real tensor for a recorded one: a view of a real storage that starts as NaN."""
         key, dtype = _storage(recorded), recorded.dtype
         if key not in self._storages:
             values = torch.zeros(recorded.untyped_storage().nbytes() // recorded.itemsize, dtype=dtype)
@@ -132,7 +133,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Id that is equal for tensors that share memory."""
+    """Returns the id that is equal for tensors that share memory."""
     return tensor.untyped_storage()._cdata
 
 
@@ -190,12 +191,12 @@ def allocate_meta(model: nn.Module, device: torch.device | str = "cpu") -> None:
 
 
 def has_meta(module: nn.Module, *, recurse: bool = True) -> bool:
-    """Whether a module holds meta tensors."""
+    """Returns whether a module holds meta tensors."""
     return any(value.is_meta for value in (*module.parameters(recurse), *module.buffers(recurse)))
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """The torch dtype for a user's name; None for "auto" or None."""
+    """Returns the torch dtype for a user's name; None for "auto" or None."""
     if dtype is None or dtype == "auto" or isinstance(dtype, torch.dtype):
         return None if isinstance(dtype, str) else dtype
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else None
@@ -233,12 +234,14 @@ def read_config(
 
 
 def _config_place(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that say where a config is. `variant` is none of them: configs have no variants."""
+    """Returns the options that say where a config is. `variant` is none of them: configs have no variants."""
     return {name: options[name] for name in HUB_OPTIONS if name in options and name != "variant"}
 
 
 def named_class(config: PreTrainedConfig) -> Any:
-    """The first class in the config's `architectures` that transformers has for this config; None if there is none."""
+    """Returns the first class in the config's `architectures` that transformers has for this config; None if there is
+    none.
+    """
     for name in config.architectures or ():
         model_class: Any = getattr(transformers, name, None)
         is_model = isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)
@@ -248,7 +251,7 @@ def named_class(config: PreTrainedConfig) -> Any:
 
 
 def model_class_of(config: PreTrainedConfig) -> Any:
-    """Default class of a model: the class in the config's `architectures`, else `AutoModelForCausalLM`."""
+    """Returns the default class of a model: the class in the config's `architectures`, else `AutoModelForCausalLM`."""
     causal, named = transformers.AutoModelForCausalLM, named_class(config)
     if type(config) in causal._model_mapping:
         return causal if named in (None, causal._model_mapping[type(config)]) else named
@@ -309,7 +312,7 @@ def _empty(model: nn.Module) -> None:
 
 
 def num_positions(config: PreTrainedConfig) -> int | None:
-    """Maximum number of positions of the model; None if it has no limit."""
+    """Returns the maximum number of positions of the model; None if it has no limit."""
     found = getattr(config.get_text_config(), "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 0 else None
 

@@ -104,7 +104,7 @@ def _settings(budget: float | None) -> Iterator[None]:
 
 
 def _own_code(forward: Any) -> Any:
-    """Copy of a function. torch counts compilations per code object, which models may share."""
+    """Returns a copy of a function. torch counts compilations per code object, which models may share."""
     if not isinstance(forward, types.FunctionType):
         return forward
     code, defaults, closure = forward.__code__.replace(), forward.__defaults__, forward.__closure__

@@ -45,7 +45,9 @@ _HEAD_DIM_NAMES = ("head_dim", "head_size", "attention_head_size", "qk_head_dim"
 
 
 def read_facts(model: nn.Module) -> ModelFacts:
-    """Facts about `model`, which may be meta; adapted modules have the base's names (see [Note: the base's plan])."""
+    """Returns the facts about `model`, which may be meta; adapted modules have the base's names (see [Note: the base's
+    plan]).
+    """
     canonical: dict[int, str] = {}
     tied: dict[str, str] = {}
     modules: dict[str, ModuleFacts] = {}
@@ -81,14 +83,16 @@ def read_facts(model: nn.Module) -> ModelFacts:
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether all code of `model` is transformers', torch's or PEFT's. Other classes may change under one name."""
+    """Returns whether all code of `model` is transformers', torch's or PEFT's.
+    Other classes may change under one name.
+    """
     return isinstance(model, PreTrainedModel) and all(
         type(module).__module__.startswith(("transformers.", "torch.", "peft.")) for module in model.modules()
     )
 
 
 def read_stacks(model: nn.Module) -> tuple[LayerStack, ...]:
-    """The stacks of layers of an unsplit model, in order of registration. Reads only shapes."""
+    """Returns the stacks of layers of an unsplit model, in order of registration. Reads only shapes."""
     found: list[LayerStack] = []
     layers: set[str] = set()
     for fqn, module in model.named_modules():
@@ -106,7 +110,9 @@ def read_stacks(model: nn.Module) -> tuple[LayerStack, ...]:
 
 
 def read_windows(model: nn.Module) -> dict[str, int]:
-    """Sliding-window sizes in tokens by the FQN of the attention, from the module or from the config for all layers."""
+    """Returns the sliding-window sizes in tokens by the FQN of the attention, from the module or from the config for
+    all layers.
+    """
     found = {}
     for place in places_in(model):
         owner: Any = place.module
@@ -121,7 +127,7 @@ def read_windows(model: nn.Module) -> dict[str, int]:
 
 
 def _is_operation(module: nn.Module) -> bool:
-    """Whether a module is a single product or lookup, or has no forward of its own."""
+    """Returns whether a module is a single product or lookup, or has no forward of its own."""
     return _kind(module) != "other" or isinstance(unwrapped(module), nn.modules.conv._ConvNd)
 
 
@@ -156,7 +162,8 @@ def _heads(module: nn.Module) -> Heads | None:
 
 
 def counts_of(module: nn.Module, config_counts: dict[tuple[type, int], dict[str, int]] | None = None) -> dict[str, int]:
-    """The module's integer attributes, and as `config.NAME` the integers of its config that its methods mention.
+    """Returns the module's integer attributes, and as `config.NAME` the integers of its config that its methods
+    mention.
 
     `config_counts` caches values of configs, which are slow to read and equal for all modules of a class.
     """
@@ -179,7 +186,7 @@ def counts_of(module: nn.Module, config_counts: dict[tuple[type, int], dict[str,
 
 
 def _read(owner: object, name: str) -> object:
-    """An attribute's value; None if it is missing, or if a config refuses because layers differ."""
+    """Returns an attribute's value; None if it is missing, or if a config refuses because layers differ."""
     try:
         return getattr(owner, name, None)
     except (RuntimeError, ValueError):
@@ -195,7 +202,7 @@ def _inputs(module: nn.Module) -> tuple[str, ...]:
 
 @functools.cache
 def names_read(module_class: Any) -> frozenset[str]:
-    """Attribute names that the methods of a module class mention, without torch's base classes."""
+    """Returns the attribute names that the methods of a module class mention, without torch's base classes."""
     names: set[str] = set()
     for base in module_class.__mro__:
         if base.__module__.startswith("torch."):
@@ -208,7 +215,7 @@ def names_read(module_class: Any) -> frozenset[str]:
 
 
 def _is_count(value: object, *, least: int = 1) -> TypeGuard[int]:
-    """Whether a value may count heads or features. Seeds and the like are larger."""
+    """Returns whether a value may count heads or features. Seeds and the like are larger."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31
 
 
@@ -217,7 +224,7 @@ def _first_int(owner: object, names: tuple[str, ...]) -> int | None:
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
-    """The module that computes the logits of an unsplit model; None if unknown.
+    """Returns the module that computes the logits of an unsplit model; None if unknown.
 
     DeBERTa names a projection before the logits, which has as many output as input features; it is ignored.
     """
@@ -228,7 +235,7 @@ def output_head(model: nn.Module) -> nn.Module | None:
 
 
 def _embedding(model: nn.Module, getter: str) -> Any:
-    """The module that a transformers embedding getter returns; None if there is none, or it has no weight."""
+    """Returns the module that a transformers embedding getter returns; None if there is none, or it has no weight."""
     try:
         found = getattr(model, getter)()
     except (NotImplementedError, AttributeError):
@@ -241,7 +248,7 @@ def _name_of(model: nn.Module, part: nn.Module | None) -> str | None:
 
 
 def find_conditional_layers(model: nn.Module, facts: ModelFacts) -> frozenset[str]:
-    """Layers that run only for batches with images or sound.
+    """Returns the layers that run only for batches with images or sound.
 
     In a model with text inputs these are the layers outside of its decoder, and the decoder's cross-attention layers.
     """

@@ -83,7 +83,7 @@ class StageRoot(nn.Module):
         self._places = [(model.get_submodule(owner), own) for owner, _, own in places]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:  # noqa: FBT001, FBT002 - torch's
-        """The stage's parameters in their current form, including those outside of FSDP2."""
+        """Yields the stage's parameters in their current form, including those outside of FSDP2."""
         found = (module._parameters.get(own) for module, own in self._places)
         yield from {id(each): each for each in found if each is not None}.values()
 
@@ -94,14 +94,14 @@ class StageRoot(nn.Module):
 
 
 def _managed(model: nn.Module, stage: int, registry: Registry) -> list[str]:
-    """Names of a stage's parameters that FSDP2 shards."""
+    """Returns the names of a stage's parameters that FSDP2 shards."""
     names = registry.plan.names_of_stage(stage)
     found = (name for name, _ in model.named_parameters(remove_duplicate=False) if name in names)
     return [name for name in found if registry.entry(name).data is DataHandling.FSDP]
 
 
 def _units_of_stage(model: nn.Module, stage: int, registry: Registry) -> Units:
-    """Units of a stage: for each, its modules with parameters of the stage."""
+    """Returns the units of a stage: for each, its modules with parameters of the stage."""
     inside = {module for name in _managed(model, stage, registry) for module in upwards(parent_of(name))}
     units = (tuple(module for module in unit if module in inside) for unit in registry.plan.units)
     return {unit: tuple(map(model.get_submodule, unit)) for unit in units if unit}
@@ -258,7 +258,7 @@ def _chooses_modules(unit: nn.Module, *, besides: Collection[nn.Module]) -> bool
 
 
 def _is_plain_embedding(module: nn.Module) -> bool:
-    """Whether the module is a plain lookup, whose gradient does not depend on its weight."""
+    """Returns whether the module is a plain lookup, whose gradient does not depend on its weight."""
     forwards = {each.__name__ for each in type(module).__mro__ if "forward" in vars(each) and each is not nn.Module}
     return (
         isinstance(module, nn.Embedding)

@@ -93,7 +93,9 @@ def initialize_missing(
 
 
 def attributes_of(model: nn.Module) -> dict[str, Tensor]:
-    """Meta tensors that modules hold as plain attributes (neither parameters nor buffers), by FQN in the base."""
+    """Returns meta tensors that modules hold as plain attributes (neither parameters nor buffers),
+    by FQN in the base.
+    """
     return {fqn_of(place.base, own): value.detach() for place, own, value in _meta_attributes(model)}
 
 
@@ -122,7 +124,9 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def draw_values(construction: Construction, tensors: list[Tensor], stream: str) -> list[Tensor]:
-    """Initial values of recorded tensors; random numbers come from the stream called `stream` ("SEED/MODULE")."""
+    """Returns the initial values of recorded tensors; random numbers come from the stream called `stream`
+    ("SEED/MODULE").
+    """
     digest = hashlib.sha256(stream.encode()).digest()
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -240,7 +244,7 @@ def _listed(what: str, names: Iterable[str]) -> Iterator[str]:
 
 
 def _is_beyond(modules: Mapping[str, nn.Module], name: str) -> bool:
-    """Whether `name` has an index beyond the end of a module list of the model."""
+    """Returns whether `name` has an index beyond the end of a module list of the model."""
     for owner, item in ((modules.get(parent_of(each)), each.rpartition(".")[2]) for each in upwards(name)):
         if isinstance(owner, nn.ModuleList) and item.isdigit() and int(item) >= len(owner):
             return True
@@ -248,7 +252,7 @@ def _is_beyond(modules: Mapping[str, nn.Module], name: str) -> bool:
 
 
 def _fits(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a pattern matches `name` or a module that contains it."""
+    """Returns whether a pattern matches `name` or a module that contains it."""
     return any(match(f"{pattern}.**", name) for pattern in patterns)
 
 

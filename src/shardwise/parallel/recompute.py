@@ -75,7 +75,8 @@ class Recomputed:
 
 
 def apply_recomputation(model: nn.Module, registry: Registry, recompute: Recompute, names: Sequence[str]) -> None:
-    """Makes the modules called `names` (`find_recomputed`) recompute their forward in backward, in place.
+    """Makes the modules called `names`, which `find_recomputed` selected, drop their activations in forward and
+    recompute them in backward.
 
     transformers' own checkpointing (`gradient_checkpointing_enable`, before or after) also gets the right state.
     """
@@ -94,13 +95,13 @@ def apply_recomputation(model: nn.Module, registry: Registry, recompute: Recompu
 def _enable_resuming(
     model: PreTrainedModel, registry: Registry, *, gradient_checkpointing_func: Any = checkpoint, **options: Any
 ) -> None:
-    """`PreTrainedModel._set_gradient_checkpointing` with a checkpoint function that restores the forward state."""
+    """Replaces `PreTrainedModel._set_gradient_checkpointing`: its checkpoint function restores the forward state."""
     function = _StatefulCheckpoint(gradient_checkpointing_func, registry)
     type(model)._set_gradient_checkpointing(model, gradient_checkpointing_func=function, **options)
 
 
 def find_recomputed(model: nn.Module, stacks: Sequence[LayerStack], recompute: Recompute) -> tuple[str, ...]:
-    """Names of the modules of an unsplit model that `recompute` selects."""
+    """Returns the names of the modules of an unsplit model that `recompute` selects."""
     if recompute.mode in ("none", "budget"):  # a budget is kept by what compiles
         return ()
     if recompute.modules:

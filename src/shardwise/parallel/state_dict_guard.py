@@ -55,7 +55,7 @@ def guard_state_dict(model: nn.Module, registry: Registry) -> None:
 
 
 def local_state_dict(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """`state_dict()` of a split model with this rank's parts, for code that saves and loads per rank."""
+    """Returns the `state_dict()` of a split model with this rank's parts, for code that saves and loads per rank."""
     registry = registry_of(model)
     before, registry.reads_names = registry.reads_names, True
     try:

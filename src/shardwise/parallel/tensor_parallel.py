@@ -118,7 +118,7 @@ def _install_outputs(model: nn.Module, plan: SplitPlan, context: SplitContext) -
 
 
 def _leave(plan: SplitPlan, module: str, context: SplitContext) -> RegionExit:
-    """The end of a region at `module`."""
+    """Returns the end of a region at `module`."""
     return RegionExit(
         edge=edge_of(context, plan.stack_of(module)),
         defers=module in plan.fused_reductions,
@@ -127,7 +127,7 @@ def _leave(plan: SplitPlan, module: str, context: SplitContext) -> RegionExit:
 
 
 def _names_of(fqns: Iterable[str], module: str) -> list[str]:
-    """The inputs or parameters among `fqns` that belong to `module`, by their names there."""
+    """Returns the inputs or parameters among `fqns` that belong to `module`, by their names there."""
     return [fqn.rpartition(".")[2] for fqn in fqns if parent_of(fqn) == module]
 
 
@@ -276,7 +276,9 @@ def apply_local_attributes(modules: Mapping[str, nn.Module], attributes: Mapping
 
 
 def apply_expert_widths(modules: Mapping[str, nn.Module], parameters: Mapping[str, ParameterPlan]) -> None:
-    """Makes stacked experts run one after another if a rank's part has strides that grouped products do not support."""
+    """Switches stacked experts to run one after another if grouped matrix products do not support the width of a rank's
+    part.
+    """
     for fqn, planned in parameters.items():
         owner, placement = parent_of(fqn), planned.placement
         module = modules[owner]

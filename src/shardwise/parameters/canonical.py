@@ -40,8 +40,8 @@ class Part(NamedTuple):
 
 
 def gather_full(parts: Sequence[Part], mesh: Mesh) -> list[Tensor]:
-    """Full tensors of several parts, in the dtypes and on the devices of the parts. An unsplit tensor is the part
-    itself, not a copy.
+    """Returns the full tensors of several parts, in the dtypes and on the devices of the parts. An unsplit tensor is
+    the part itself, not a copy.
 
     Every rank passes parts of the same tensors in the same order.
 
@@ -75,7 +75,7 @@ def _one_step(layout: Layout, back: int, mesh: Mesh) -> Layout:
 
 
 def _on_every_stage(value: Tensor | None, part: Part, mesh: Mesh) -> Tensor:
-    """A tensor that is full on the stages that hold it, on every rank."""
+    """Returns a tensor that is full on the stages that hold it, on every rank."""
     held = part.layout.placement("pp")
     if not isinstance(held, OnCoords):
         assert value is not None, "every stage holds it"
@@ -117,7 +117,7 @@ _TOGETHER_BYTES = 2**20  # of full tensors, up to which several are gathered at 
 
 
 def state_names(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor | None]:
-    """Every parameter and persistent buffer by name, in the order of `state_dict()`, as this rank stores it.
+    """Returns every parameter and persistent buffer by name, in the order of `state_dict()`, as this rank stores it.
 
     The value is None if another stage holds it, so names and order are the same on every rank. With `remove_duplicate`,
     modules with several names occur once.
@@ -133,7 +133,7 @@ def state_names(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str,
 
 
 def computed_buffer(name: str, value: Tensor, registry: Registry) -> Tensor:
-    """A persistent buffer with the value of the pipeline stage that computes with it. Every rank holds all buffers.
+    """Returns a persistent buffer, on every rank, with the value that the computing pipeline stage has.
 
     Communicates: over pp, one broadcast.
     """
@@ -148,7 +148,7 @@ def computed_buffer(name: str, value: Tensor, registry: Registry) -> Tensor:
 
 
 def state_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers that this rank holds, by the names of `state_names`."""
+    """Returns the parameters and persistent buffers that this rank holds, by the names of `state_names`."""
     return {name: value for name, value in state_names(model).items() if value is not None}
 
 
@@ -174,7 +174,7 @@ def canonical_tensors(
 
 
 def dtypes_of(values: Mapping[str, Tensor], mesh: Mesh) -> dict[str, torch.dtype]:
-    """Dtypes by name of the values that any stage has. Communicates: over pp, one gather of them."""
+    """Returns the dtypes by name of the values that any stage has. Communicates: over pp, one gather of them."""
     own = {name: value.dtype for name, value in values.items()}
     return {name: dtype for each in all_gather_objects(own, mesh.group("pp")) for name, dtype in each.items()}
 
@@ -182,7 +182,7 @@ def dtypes_of(values: Mapping[str, Tensor], mesh: Mesh) -> dict[str, torch.dtype
 def canonical_tensor(
     local: Tensor | None, layout: Layout, mesh: Mesh, *, rank0_only: bool = False, dtype: torch.dtype | None = None
 ) -> Tensor | None:
-    """The full tensor, on the CPU, of which `local` is this rank's part; None with `rank0_only` on other ranks.
+    """Returns the full tensor, on the CPU, of which `local` is this rank's part; None with `rank0_only` on other ranks.
 
     Args:
         local: None if other stages hold the tensor.
@@ -194,7 +194,8 @@ def canonical_tensor(
 
 
 def full_value(value: Tensor) -> Tensor:
-    """The full tensor, on the CPU, of a split model's parameter, its gradient or a DTensor; other tensors unchanged.
+    """Returns the full tensor, on the CPU, of a split model's parameter, its gradient or a DTensor; other tensors
+    unchanged.
 
     Communicates: like `canonical_tensor`.
     """
@@ -221,7 +222,7 @@ def _batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 
 
 def _full_tensors(parts: Sequence[Part], mesh: Mesh, *, rank0_only: bool) -> list[Tensor | None]:
-    """`gather_full`, on the CPU, with tensors that own their storage."""
+    """Runs `gather_full`, and returns tensors on the CPU that own their storage."""
     found: list[Tensor | None] = []
     for full, (local, *_) in zip(gather_full(parts, mesh), parts, strict=True):
         is_own = local is not None and full.data_ptr() == local_part(local).data_ptr()
@@ -230,7 +231,7 @@ def _full_tensors(parts: Sequence[Part], mesh: Mesh, *, rank0_only: bool) -> lis
 
 
 def local_tensor(full: Tensor, layout: Layout, coords: Mapping[str, int]) -> Tensor:
-    """This rank's part of a full tensor, as a tensor that owns its storage."""
+    """Returns this rank's part of a full tensor, as a tensor that owns its storage."""
     pieces = layout.pieces(coords)
     shape = layout.local_shape(coords)
     if len(pieces) == 1 and shape_of(pieces[0].full) == shape:
@@ -255,7 +256,7 @@ def take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
 
 
 def sharded_alike(value: Tensor, held: Tensor) -> Tensor:
-    """This rank's part of `value` if `held` is a `DTensor` of its shape; else `value`."""
+    """Returns this rank's part of `value` if `held` is a `DTensor` of its shape; else `value`."""
     if not isinstance(held, DTensor) or isinstance(value, DTensor) or value.shape != held.shape:
         return value
     return distribute_tensor(value.to(held.device), held.device_mesh, held.placements, src_data_rank=None)
@@ -263,7 +264,9 @@ def sharded_alike(value: Tensor, held: Tensor) -> Tensor:
 
 @contextmanager
 def names_only(registry: Registry) -> Iterator[None]:
-    """Context manager: `state_dict()` of modules does not raise. Only its names are used, also of other stages."""
+    """Context manager: `state_dict()` of modules does not raise, because only its names are used,
+    also of other stages.
+    """
     foreign = dict(registry.stages.foreign) if registry.stages is not None else {}
     absent = {key: key[0].__dict__.pop(key[1]) for key in foreign}
     for (module, own), fqn in foreign.items():

@@ -28,7 +28,8 @@ _RUN_ELEMENTS = 2**18
 
 
 def norm_of_owned(values: Iterable[tuple[Tensor, ParameterEntry | None]], order: float) -> Tensor:
-    """Norm of the gradient elements that this rank owns, float32 scalar; over all ranks every element counts once.
+    """Returns the norm of the gradient elements that this rank owns, float32 scalar; over all ranks every element
+    counts once.
 
     Args:
         values: local tensors of gradients, of any dtypes, on any devices, each with the entry of its parameter; None
@@ -56,12 +57,13 @@ def _norms_of(parts: Sequence[Tensor], order: float, **options: Any) -> Sequence
 
 
 def _runs(x: Tensor) -> Sequence[Tensor]:
-    """Slices of `x` along its first dim, because torch copies each slice to a wider dtype on CPUs."""
+    """Returns the slices of `x` along its first dim, because torch copies each slice to a wider dtype on CPUs."""
     return x.split(max(1, _RUN_ELEMENTS * len(x) // x.numel())) if x.numel() > _RUN_ELEMENTS and x.ndim else (x,)
 
 
 def complete_norms(shares: Tensor, registry: Registry, order: float) -> Tensor:
-    """Norms over all ranks. Args: shares: norms of the elements that this rank owns, float32. Returns the same shape.
+    """Returns the norms over all ranks. Args: shares: norms of the elements that this rank owns, float32. Returns the
+    same shape.
 
     Communicates: over all ranks, one all-reduce of as many values.
     """
@@ -80,7 +82,8 @@ def complete_norms(shares: Tensor, registry: Registry, order: float) -> Tensor:
 
 
 def complete_stacked(shares: Tensor, registry: Registry, order: float) -> Tensor:
-    """Norms over all ranks, in a pipeline of all stages' gradients, padded with zeros: all ranks get the same norm.
+    """Returns the norms over all ranks, in a pipeline of all stages' gradients, padded with zeros: all ranks get the
+    same norm.
 
     Args:
         shares: `[n]`, norms of the elements that this rank owns of its gradients.
@@ -107,7 +110,9 @@ def complete_stacked(shares: Tensor, registry: Registry, order: float) -> Tensor
 
 
 def check_all_stages_ask(registry: Registry, caller: str) -> None:
-    """Raises if a stage trains nothing. torch would not ask for a norm there, and this rank would wait for it."""
+    """Raises if a stage trains nothing: torch would not ask for a norm on that stage, and the other stages would wait
+    for it.
+    """
     if idle := registry.idle_stages:
         raise UnsupportedError(
             f"{caller} on a pipeline of which a part is frozen as a whole",
@@ -118,7 +123,7 @@ def check_all_stages_ask(registry: Registry, caller: str) -> None:
 
 
 def as_local_gradient(gradient: Tensor, entry: ParameterEntry) -> Tensor:
-    """`gradient` as a sharded gradient of the parameter of `entry` (see [Note: sharded gradients]).
+    """Returns `gradient` as a sharded gradient of the parameter of `entry` (see [Note: sharded gradients]).
 
     Shares its memory.
     """
@@ -215,7 +220,7 @@ def _norm(func: Any, gradient: Any, order: Any = None, *args: Any, **options: An
 
 
 def _unscale(func: Any, gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """`GradScaler`'s unscale function over all ranks. Communicates: over all ranks, one all-reduce of a value."""
+    """Runs `GradScaler`'s unscale function over all ranks. Communicates: over all ranks, one all-reduce of a value."""
     func([local_part(gradient) for gradient in gradients], found_inf, inv_scale)
     registry = next(entry for gradient in gradients if (entry := entry_of(gradient)) is not None).registry
     check_all_stages_ask(registry, "GradScaler")

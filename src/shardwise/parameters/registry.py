@@ -44,7 +44,7 @@ _WALK = "_shardwise_walk"
 
 
 class DataHandling(enum.StrEnum):
-    """Handling of a parameter along the data axes; the values are those of plans."""
+    """How a parameter is stored and its gradient reduced along the data axes; the values are those of plans."""
 
     NONE = ""
     FSDP = "managed"  # FSDP2 holds it as a `DTensor` over them, and reduces its gradient
@@ -52,7 +52,7 @@ class DataHandling(enum.StrEnum):
 
 
 def axes_of(gradient: str) -> frozenset[str]:
-    """The axes over which a gradient must be summed that a plan calls "full" or "partial"."""
+    """Returns the axes over which a gradient must be summed: tp if the plan calls it "partial", none if "full"."""
     return frozenset({"tp"}) if gradient == "partial" else frozenset()
 
 
@@ -162,7 +162,7 @@ class ParameterEntry:
 
 @dataclass(frozen=True)
 class Source:
-    """The source of a model's weights.
+    """Where the weights of a model came from, and which parameters have changed since.
 
     Attributes:
         name: the directory or hub id, as transformers keeps it (`name_or_path`); "" if unknown.
@@ -234,7 +234,9 @@ class Registry:
         return any(entry.needs_sum for entry in self.entries.values())
 
     def device_of(self, fqn: str) -> torch.device:
-        """Device on which a parameter or buffer is stored: the mesh's device, or the CPU if it is offloaded."""
+        """Returns the device on which a parameter or buffer is stored: the mesh's device, or the CPU if it is
+        offloaded.
+        """
         entry = self.entries.get(self.tied.get(fqn, fqn))
         offloaded = self.policy.cpu_offload and entry is not None and entry.data is DataHandling.FSDP
         return torch.device("cpu") if offloaded else self.mesh.device
@@ -245,16 +247,16 @@ class Registry:
         return self.policy.gradient_divide_factor or float(self.mesh.data_size)
 
     def holds(self, fqn: str) -> bool:
-        """Whether this rank's stages hold a parameter, by any of its names. Every rank holds all buffers."""
+        """Returns whether this rank's stages hold a parameter, by any of its names. Every rank holds all buffers."""
         entry = self.entries.get(self.tied.get(fqn, fqn))
         return entry is None or entry.is_held
 
     def names_of(self, fqn: str) -> tuple[str, ...]:
-        """The canonical FQN `fqn` and its aliases."""
+        """Returns the canonical FQN `fqn` and its aliases."""
         return (fqn, *(alias for alias, canonical in self.tied.items() if canonical == fqn))
 
     def entry(self, fqn: str) -> ParameterEntry:
-        """Entry of a parameter by any of its names, including tied aliases."""
+        """Returns the entry of a parameter by any of its names, including tied aliases."""
         return self.entries[self.tied.get(fqn, fqn)]
 
 
@@ -291,13 +293,15 @@ def attach_entry(owner: nn.Module, name: str, entry: ParameterEntry) -> None:
 
 
 def entries_of(owner: nn.Module) -> Mapping[str, ParameterEntry]:
-    """Entries of the parameters that a module owns, by their own names, including parameters of other stages."""
+    """Returns the entries of the parameters that a module owns, by their own names, including parameters of other
+    stages.
+    """
     entries: Mapping[str, ParameterEntry] = owner.__dict__.get(_ENTRIES, {})
     return entries
 
 
 def mark(value: Tensor, entry: ParameterEntry) -> None:
-    """Makes `entry_of(value)` return `entry`."""
+    """Attaches `entry` to `value`, so that `entry_of(value)` returns it."""
     setattr(value, _ENTRY, entry)
 
 
@@ -327,7 +331,7 @@ class ModuleWalk:
 
 
 def walk_modules(root: nn.Module) -> ModuleWalk:
-    """Cached walk through the modules in `root`; walks again if they have changed."""
+    """Returns the cached walk through the modules in `root`; walks again if they have changed."""
     walk: ModuleWalk | None = root.__dict__.get(_WALK)
     if walk is None or not walk.is_current:
         named = list(root.named_modules())
@@ -375,7 +379,7 @@ def find_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Param
 
 
 def untied(name: str, first: str) -> LayoutError:
-    """Error for tied parameters that are no longer one."""
+    """Builds the error for tied parameters that have become separate tensors."""
     return LayoutError(
         f"{name} and {first} were one parameter when the model was split, and are two now",
         why="what is known of the one, where its parts are and how its gradient is summed, was found for both together",
@@ -384,7 +388,9 @@ def untied(name: str, first: str) -> LayoutError:
 
 
 def named_entries(model: nn.Module) -> dict[str, ParameterEntry]:
-    """Entries by all names in `model`, including tied aliases and parameters of other stages, equal on every rank."""
+    """Returns the entries by all names in `model`, including tied aliases and parameters of other stages, equal on
+    every rank.
+    """
     return {
         fqn_of(name, own): entry
         for name, module in model.named_modules(remove_duplicate=False)
@@ -393,7 +399,7 @@ def named_entries(model: nn.Module) -> dict[str, ParameterEntry]:
 
 
 def canonical_entries(model: nn.Module) -> dict[str, ParameterEntry]:
-    """Entries by their first names, as in `find_parameters`."""
+    """Returns the entries by their first names, as in `find_parameters`."""
     first: dict[int, tuple[str, ParameterEntry]] = {}
     for name, entry in named_entries(model).items():
         first.setdefault(id(entry), (name, entry))
@@ -405,7 +411,7 @@ class LocalGradient:
 
 
 def local_part(value: Tensor) -> Tensor:
-    """This rank's part of a parameter or gradient, as a plain tensor that shares its memory."""
+    """Returns this rank's part of a parameter or gradient, as a plain tensor that shares its memory."""
     if isinstance(value, DTensor):
         return value._local_tensor.detach()
     if isinstance(value, LocalGradient):
@@ -415,7 +421,7 @@ def local_part(value: Tensor) -> Tensor:
 
 
 def registry_of(model: nn.Module) -> Registry:
-    """Registry of a model that Shardwise has split, also through wrappers such as PEFT's."""
+    """Returns the registry of a model that Shardwise has split, also through wrappers such as PEFT's."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if _ATTRIBUTE in module.__dict__:
             return module.__dict__[_ATTRIBUTE]
@@ -426,12 +432,12 @@ def registry_of(model: nn.Module) -> Registry:
 
 
 def is_split(model: nn.Module) -> bool:
-    """Whether Shardwise has split the model."""
+    """Returns whether Shardwise has split the model."""
     return any(_ATTRIBUTE in module.__dict__ for module in model.modules())
 
 
 def entry_of(parameter: Tensor) -> ParameterEntry | None:
-    """Entry of a split model's parameter or of a sharded gradient; None for other tensors."""
+    """Returns the entry of a split model's parameter or of a sharded gradient; None for other tensors."""
     return getattr(parameter, _ENTRY, None)
 
 
@@ -464,7 +470,9 @@ def note_source(model: nn.Module, registry: Registry, *, digest: str = "", drawn
 
 
 def unchanged_names(model: nn.Module, registry: Registry) -> set[str]:
-    """Names of this rank's parameters that were not written to since they had the values of their source."""
+    """Returns the names of this rank's parameters that were not written to since they had the
+    values of their source.
+    """
     source = registry.source
     has_source = bool(source.name or source.digest)
     return {

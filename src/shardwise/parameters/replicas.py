@@ -19,7 +19,8 @@ _ROW = 4093  # a prime, and no size of a dim: rows that change places change the
 
 
 def tensor_digest(value: Tensor) -> Tensor:
-    """Digest of the bytes of `value` in row-major order. Different bytes have different digests with near certainty.
+    """Returns a digest of the bytes of `value` in row-major order. Different bytes have different digests with near
+    certainty.
 
     Args:
         value: plain tensor of any shape, dtype and device, not on the meta device.
@@ -42,7 +43,7 @@ def tensor_digest(value: Tensor) -> Tensor:
 
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
-    """Pseudorandom odd 64-bit integers, more than a row has words and bytes."""
+    """Returns pseudorandom odd 64-bit integers, more than a row has words and bytes."""
     numbers = torch.arange(1, 2 * _ROW + 8, dtype=torch.int64) * 0x1E3779B97F4A7C15
     numbers = (numbers ^ (numbers >> 30)) * 0x3F58476D1CE4E5B9
     return ((numbers ^ (numbers >> 27)) | 1).to(device)
@@ -53,7 +54,8 @@ Copies = Iterable[tuple[str, ParameterEntry, Tensor]]
 
 
 def find_unequal_replicas(model: nn.Module) -> tuple[str, ...]:
-    """Names of parameters, or parts of them, whose copies on several ranks are not bit-equal; the same on every rank.
+    """Returns the names of parameters, or parts of them, whose copies on several ranks are not bit-equal; the same on
+    every rank.
 
     Communicates: over all ranks, one gather of digests of everything that has copies.
     """
@@ -99,7 +101,8 @@ def check_replicas(model: nn.Module, copies: Copies | None = None) -> None:
 
 
 def replica_mismatch_word(copies: Copies) -> int:
-    """64-bit number whose sum over all ranks is zero modulo 2**64 if copies are equal, and nonzero otherwise.
+    """Returns the 64-bit number whose sum over all ranks is zero modulo 2**64 if copies are equal, and nonzero
+    otherwise.
 
     Of n copies, the first holder adds n - 1 times its digest, and the others subtract theirs. Reads each copy once, and
     one number from the device.
@@ -134,7 +137,7 @@ def _factor(mesh: Mesh, holders: Mapping[str, Sequence[int]]) -> int:
 
 
 def _coords_that_hold(placement: Placement | None, size: int) -> Sequence[int]:
-    """Coords of an axis that hold the same elements; empty if each coord holds its own."""
+    """Returns the coords of an axis that hold the same elements; empty if each coord holds its own."""
     if isinstance(placement, OnCoords):
         return placement.coords
     return range(size) if placement is None or isinstance(placement, Replicate) else ()

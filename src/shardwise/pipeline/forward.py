@@ -97,7 +97,7 @@ def _without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def emit_stashed_grads(loss: Tensor, model: nn.Module, kept: Kept, *, factor: float | Tensor) -> Tensor:
-    """`loss`, whose backward gives parameters and inputs the gradients that were kept, once.
+    """Returns `loss`. Its backward gives parameters and inputs the gradients that were kept, once.
 
     Args:
         kept: what is given a gradient, with the gradient; it is emptied.
@@ -155,7 +155,7 @@ class _Refused(torch.autograd.Function):
 
 
 def refuse_gradient(x: Tensor) -> Tensor:
-    """`x` with a backward that raises UnsupportedError. Non-float values are returned unchanged."""
+    """Returns `x` with a backward that raises UnsupportedError. Non-float values are returned unchanged."""
     if not x.is_floating_point():
         return x
     with torch.enable_grad():
@@ -261,7 +261,7 @@ class _Forward:
             leave_out_cache(model, self.arguments)
 
     def run(self) -> Any:
-        """Output of the whole model."""
+        """Returns the output of the whole model."""
         rows = self._agree()
         output = self._train(rows) if self.learns else self._evaluate()
         return output.to_tuple() if self.as_tuple else output
@@ -400,7 +400,7 @@ class _Forward:
         return output
 
     def _microbatches(self, rows_of_all: tuple[int, ...]) -> tuple[TargetWeights, list[float]]:
-        """The microbatches, equally many on every data rank, and the factor of each loss."""
+        """Returns the microbatches, equally many on every data rank, and the factor of each loss."""
         rows = self.arguments[self.targets[0]].shape[0]
         whole = TargetWeights([self.arguments], [1], 1), [1.0]
         is_callers = hasattr(self.model, "_loss_function")  # maybe no mean over targets
@@ -424,7 +424,7 @@ class _Forward:
 
 
 def named_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a call by name."""
+    """Returns the arguments of a call by name."""
     signature = inspect.signature(model.forward)
     bound = signature.bind(*args, **kwargs)
     variadic = {name for name, each in signature.parameters.items() if each.kind is inspect.Parameter.VAR_KEYWORD}
@@ -435,6 +435,6 @@ def named_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str,
 
 
 def _loss_of(output: Any, *, factor: float | Tensor) -> Tensor:
-    """The scalar on which the backward of a microbatch is called."""
+    """Returns the scalar on which the backward of a microbatch is called."""
     loss: Tensor = output.loss
     return loss if not isinstance(factor, Tensor) and factor == 1.0 else loss * factor

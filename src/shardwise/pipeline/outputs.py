@@ -86,7 +86,7 @@ def broadcast_output(
     later: bool,
     change: Callable[[Tensor], Tensor] | None = None,
 ) -> Any:
-    """Output of the last stage, on every rank of a pipeline.
+    """Returns the output of the last stage, on every rank of a pipeline.
 
     Args:
         output: the last stage's output, on its rank, without gradients.
@@ -125,7 +125,7 @@ def _describe(value: Any, tensors: list[Tensor], known: Mapping[int, int], name:
 
 
 def asked_outputs(model: nn.Module, arguments: Mapping[str, Any]) -> frozenset[str]:
-    """Intermediate outputs of layers that a call asks for, by arguments of these names or by the model's config."""
+    """Returns the intermediate outputs of layers that a call asks for, by an argument or by the model's config."""
     configs = list(sub_configs(model.config)) if isinstance(model, PreTrainedModel) else []
     by_config = {name: any(getattr(config, name, False) for config in configs) for name in _COLLECTED}
     given = {name: value for name, value in arguments.items() if name in _COLLECTED and value is not None}
@@ -182,7 +182,7 @@ class _Receiver:
         return as_logits(as_dtensor(local, self.context.mesh, slot.placements, slot.full_shape), self.context)
 
     def rebuild(self, described: Any) -> Any:
-        """The described output."""
+        """Returns the described output."""
         if isinstance(described, _Slot):
             is_later = self.later and described.full_shape + described.shape
             return RemoteTensor(self, described) if is_later else self.receive(described)
@@ -239,12 +239,12 @@ class RemoteTensor(Tensor):
         return func(*args, **kwargs)
 
     def full_tensor(self) -> Tensor:
-        """The plain tensor. Every rank must call this, or compute with the tensor."""
+        """Returns the plain tensor. Every rank must call this, or compute with the tensor."""
         value = self.fetch()
         return value.full_tensor() if isinstance(value, DTensor) else value
 
     def fetch(self) -> Tensor:
-        """The tensor as the last stage has it, possibly split over tp."""
+        """Returns the tensor as the last stage has it, possibly split over tp."""
         if self._fetched is None:
             group = self._receiver.group
             name = f"{self._name}/{dist.get_process_group_ranks(group)[0]}"
@@ -318,11 +318,11 @@ class StageCaches:
         return bool(self._given)
 
     def before(self) -> dict[str, Any]:
-        """The caches as they were before the forward; read-only."""
+        """Returns the caches as they were before the forward; read-only."""
         return self._fresh
 
     def arguments(self) -> dict[str, Any]:
-        """The caches for one stage."""
+        """Returns the caches for one stage."""
         return {name: copy_cache(self._fresh[name]) if self._copies else cache for name, cache in self._given.items()}
 
     def keep(self, given: Mapping[str, Any]) -> None:
@@ -359,7 +359,7 @@ class StageCaches:
 
 
 def _extend(layer: Any, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Replacement of a layer's `update` on other stages, where absent tensors flow through."""
+    """Returns the replacement of a layer's `update` on other stages, where absent tensors flow through."""
     made = ((*x.shape[:-2], _length(layer) + x.shape[-2], x.shape[-1]) for x in (key, value))
     keys, values = (Absent.of(shape, key.dtype, key.device) for shape in made)
     return keys, values
@@ -374,7 +374,7 @@ def _length(layer: Any) -> int:
 
 
 def _size(arguments: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and positions of the forward."""
+    """Returns the rows and positions of the forward."""
     for name in ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds"):
         if arguments.get(name) is not None:
             rows, length = arguments[name].shape[:2]

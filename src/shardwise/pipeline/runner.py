@@ -101,7 +101,7 @@ class PipelineRunner:
         return copied
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """The schedule for this number of microbatches."""
+        """Returns the schedule for this number of microbatches."""
         return build_schedule(
             self.plan.schedule,
             pp_size=self.group.size(),
@@ -110,7 +110,7 @@ class PipelineRunner:
         )
 
     def takes(self, num_microbatches: int) -> bool:
-        """Whether the schedule supports this number of microbatches."""
+        """Returns whether the schedule supports this number of microbatches."""
         try:
             self.schedule(num_microbatches)
         except ValueError:
@@ -118,11 +118,11 @@ class PipelineRunner:
         return True
 
     def fitting(self, num_microbatches: int) -> Schedule:
-        """The schedule; if it does not support the number of microbatches, one stage after the other."""
+        """Returns the schedule; if it does not support the number of microbatches, one stage after the other."""
         return self.schedule(num_microbatches) if self.takes(num_microbatches) else self.in_order(num_microbatches)
 
     def in_order(self, num_microbatches: int) -> Schedule:
-        """A schedule that runs one stage after the other, for evaluation and any number of microbatches."""
+        """Returns a schedule that runs one stage after the other, for evaluation and any number of microbatches."""
         return build_in_order(self.plan.rank_of, num_microbatches)
 
     @property
@@ -170,7 +170,7 @@ class PipelineRunner:
         return current
 
     def _runtime(self, schedule: Schedule, *, has_backward: bool) -> tuple[Any, list[PipelineStage]]:
-        """Torch's runtime for a schedule, and its stages; created once per schedule."""
+        """Returns torch's runtime for a schedule, and its stages; created once per schedule."""
         key = schedule.name, schedule.num_microbatches
         if key not in self._kept:
             stages = [self._stage(number, splits=schedule.splits_backward) for number in self.stages.own]
@@ -209,7 +209,7 @@ class PipelineRunner:
         self._kept.clear()
 
     def timeline(self) -> Timeline | None:
-        """Timeline of the last timed run on all ranks; None if there was none.
+        """Returns the timeline of the last timed run on all ranks; None if there was none.
 
         Communicates: over pp, a gather of the times.
         """
@@ -234,6 +234,6 @@ def _quiet_runtime() -> Iterator[None]:
 
 
 def runner_of(model: nn.Module) -> PipelineRunner | None:
-    """The runner of a split model, which may be wrapped; None without pp."""
+    """Returns the runner of a split model, which may be wrapped; None without pp."""
     root = registry_of(model).model()
     return None if root is None else root.__dict__.get(_ATTRIBUTE)

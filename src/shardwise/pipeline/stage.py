@@ -47,7 +47,9 @@ _FINDS_ALL_USES = hasattr(torch_backward, "_autograd_grad_for_inputs")  # torch 
 
 
 def detached_alias(x: Tensor) -> Tensor:
-    """`x` as a separate tensor that shares its memory and is no view: it may be detached or written to in place."""
+    """Returns `x` as a separate tensor that shares its memory and is no view: it may be detached or written to in
+    place.
+    """
     return torch.ops.aten._unsafe_view(x, x.shape)
 
 
@@ -63,7 +65,9 @@ class _Tie(torch.autograd.Function):
 
 
 def tie(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """`outputs`, where those with gradients also depend on `inputs`. The gradients of `inputs` do not change."""
+    """Returns `outputs`, where those with gradients also depend on `inputs`.
+    The gradients of `inputs` do not change.
+    """
     needed = [x for x in inputs if x.requires_grad]
     tied = [x for x in outputs if x.requires_grad]
     if not needed or not tied:
@@ -75,7 +79,8 @@ def tie(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ..
 def backward_inputs(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor], weights: Iterable[nn.Parameter]
 ) -> "tuple[list[Tensor | None], SecondPart]":
-    """First part of a backward: returns the gradients of `inputs`, and a function that computes those of `weights`.
+    """Returns the first part of a backward: returns the gradients of `inputs`, and a function that computes those of
+    `weights`.
 
     Args:
         outputs: outputs that are tied to `inputs`.
@@ -95,7 +100,7 @@ def backward_inputs(
 
 
 def _joined(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Torch's groups of weights, with overlapping groups joined, without nodes that no gradient has reached."""
+    """Returns torch's groups of weights, with overlapping groups joined, without nodes that no gradient has reached."""
     joined: list[tuple[set[Any], dict[Any, Any]]] = []
     for group in groups:
         weights = set(group["params"])
@@ -166,7 +171,7 @@ def check_complete(ends: Sequence[Any], inputs: Sequence[Tensor], second: Second
 
 
 def _accumulating(roots: Iterable[Any]) -> list[Any]:
-    """Leaf nodes of the graph, which add to `.grad`."""
+    """Returns the leaf nodes of the graph, which add to `.grad`."""
     pending, seen, found = [root for root in roots if root is not None], set(), []
     while pending:
         node = pending.pop()
@@ -299,25 +304,25 @@ class PipelineStage(Base):
         return torch.empty(like.shape, dtype=like.dtype, device=self.device)
 
     def get_fwd_recv_ops(self, number: int) -> list[dist.P2POp]:
-        """Receives from the previous stage."""
+        """Returns the receives from the previous stage."""
         self._received[number] = tuple(map(self._empty, self._crossing(number)[0]))
         self.most_received = max(self.most_received, len(self._received))
         return self._receive(self._received[number], self.stage_index - 1)
 
     def get_fwd_send_ops(self, number: int) -> list[dist.P2POp]:
-        """Sends of this stage's outputs."""
+        """Returns the sends of this stage's outputs."""
         outputs, _ = self._forwards[number] if self.round.has_backward else self._forwards.pop(number)
         return self._send([x.detach().contiguous() for x in outputs], self.stage_index + 1)
 
     def get_bwd_recv_ops(self, number: int) -> list[dist.P2POp]:
-        """Receives of the gradients of this stage's outputs."""
+        """Returns the receives of the gradients of this stage's outputs."""
         if not self.round.has_backward or self.is_last:
             return []
         self._gradients[number] = tuple(self._empty(x) if x.needs_gradient else None for x in self._crossing(number)[1])
         return self._receive(self._gradients[number], self.stage_index + 1)
 
     def get_bwd_send_ops(self, number: int) -> list[dist.P2POp]:
-        """Sends of the gradients of this stage's inputs."""
+        """Returns the sends of the gradients of this stage's inputs."""
         if not self.round.has_backward or self.is_first:
             return []
         return self._send(self.bwd_cache.pop(number), self.stage_index - 1)
@@ -325,15 +330,15 @@ class PipelineStage(Base):
     # Stages that follow each other on one rank hand over instead; copies, because either may write to what it has.
 
     def set_local_fwd_input(self, outputs: Any, number: int) -> None:
-        """Takes the outputs of the previous stage on this rank."""
+        """Stores the outputs of the previous stage, which is on this rank, as this stage's input."""
         self._received[number] = tuple(x.detach().clone() for x in outputs)
 
     def get_local_bwd_output(self, number: int) -> tuple[Tensor | None, ...]:
-        """Gradients for the previous stage on this rank."""
+        """Returns the gradients for the previous stage on this rank."""
         return self.bwd_cache.pop(number) if self.round.has_backward else ()
 
     def set_local_bwd_input(self, gradients: tuple[Tensor | None, ...], number: int) -> None:
-        """Takes the gradients from the next stage on this rank."""
+        """Stores the gradients from the next stage, which is on this rank."""
         if self.round.has_backward:
             self._gradients[number] = gradients
 
@@ -346,7 +351,9 @@ class PipelineStage(Base):
         kwargs: Any = None,
         save_forward_output: bool = True,  # noqa: FBT001, FBT002 - torch's
     ) -> Any:
-        """Forward of one microbatch. The last stage returns the scalar on which backward is called, or None."""
+        """Runs the forward of one microbatch.
+        The last stage returns the scalar on which backward is called, or None.
+        """
         start = time.perf_counter()
         part, back = self.round.parts[number], self.round.has_backward
         incoming, _ = self._crossing(number)
@@ -390,7 +397,7 @@ class PipelineStage(Base):
         full_backward: bool = True,  # noqa: FBT001, FBT002 - torch's
         last_backward: bool = False,  # noqa: FBT001, FBT002
     ) -> None:
-        """Backward of one microbatch, or its first part if it is not a full backward."""
+        """Runs the backward of one microbatch, or its first part if it is not a full backward."""
         if not self.round.has_backward:
             return
         start = time.perf_counter()
@@ -428,7 +435,7 @@ class PipelineStage(Base):
         return found
 
     def backward_weight_one_chunk(self, number: int, last_backward: bool = False) -> None:  # noqa: FBT001, FBT002
-        """Second part of a backward."""
+        """Runs the second part of a backward: the gradients of weights."""
         if not self.round.has_backward:
             return
         start = time.perf_counter()

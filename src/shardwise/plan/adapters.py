@@ -126,7 +126,7 @@ def _planned(
 
 
 def _renamed(plan: SplitPlan, adapters: AdapterFacts) -> SplitPlan:
-    """The plan with the modules' names in the model with adapters."""
+    """Returns the plan with the modules' names in the model with adapters."""
     names = _Names(adapters)
     weights = {each.module: each.weight for each in adapters.adapted if each.weight.endswith(".weight")}
     head = plan.head

@@ -69,7 +69,7 @@ def _over_stages(planned: ParameterPlan, plan: SplitPlan) -> ParameterPlan:
 
 
 def _kept_in_full(plan: SplitPlan) -> frozenset[str]:
-    """Parameters that no stage's FSDP2 root can hold; see [Note: units of stages]."""
+    """Returns the parameters that no stage's FSDP2 root can hold; see [Note: units of stages]."""
     assert plan.pipeline is not None
     stages: dict[str, set[int]] = {}
     inside: dict[str, set[tuple[int, ...]]] = {}
@@ -93,7 +93,7 @@ def _kept_in_full(plan: SplitPlan) -> frozenset[str]:
 
 
 def _of_rarer_dtypes(plan: SplitPlan, dtypes: Mapping[str, str]) -> frozenset[str]:
-    """Parameters with another dtype than most elements of their unit."""
+    """Returns the parameters with another dtype than most elements of their unit."""
     unit_of = {module: unit for unit in plan.units for module in unit}
     groups: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for fqn, dtype in dtypes.items():
@@ -129,7 +129,7 @@ def _are_replicas_aligned(placement: object) -> bool:
 def find_units(
     facts: ModelFacts, chosen: Sequence[str] | None = None, *, conditional: Collection[str] = ()
 ) -> tuple[tuple[str, ...], ...]:
-    """FSDP units in order of registration, without the parameters that belong to the model itself.
+    """Returns the FSDP units in order of registration, without the parameters that belong to the model itself.
 
     Args:
         chosen: patterns of the units' names (see `FsdpPolicy`); None: the default units.
@@ -155,7 +155,7 @@ def find_units(
 
 
 def _chosen(patterns: Sequence[str], modules: Sequence[str]) -> list[str]:
-    """The modules that match a pattern, without modules inside of others."""
+    """Returns the modules that match a pattern, without modules inside of others."""
     idle = [pattern for pattern in patterns if not any(match(pattern, module) for module in modules)]
     if idle:
         raise ConfigError(
@@ -177,7 +177,7 @@ def _ends(facts: ModelFacts) -> Iterator[str]:
 
 
 def _owned(facts: ModelFacts) -> dict[str, set[str]]:
-    """Canonical FQNs of the parameters in each module."""
+    """Returns the canonical FQNs of the parameters in each module."""
     owned: dict[str, set[str]] = {module: set() for module in facts.modules}
     for fqn, owner, *_ in facts.parameters():
         for module in upwards(owner):

@@ -40,7 +40,9 @@ class TokenWork:
     attention: tuple[tuple[int, int | None], ...] = ()
 
     def flops(self, seq_length: int) -> int:
-        """Operations of forward and backward per token of a row of `seq_length` tokens: [Note: model FLOPs]."""
+        """Returns the operations of forward and backward per token of a row of `seq_length` tokens: [Note: model
+        FLOPs].
+        """
         seen = sum(features * min(seq_length, window or seq_length) for features, window in self.attention)
         return 6 * self.trained + 4 * self.frozen + 6 * seen
 
@@ -77,7 +79,7 @@ class ParameterPlan:
 
 
 def split_share(planned: Iterable[ParameterPlan]) -> float:
-    """Share of the elements that belong to split parameters."""
+    """Returns the share of the elements that belong to split parameters."""
     sizes = [(math.prod(parameter.shape), isinstance(parameter.placement, Split)) for parameter in planned]
     return sum(size for size, is_split in sizes if is_split) / max(1, sum(size for size, _ in sizes))
 
@@ -144,17 +146,19 @@ class SplitPlan:
     work: TokenWork = field(default_factory=TokenWork)
 
     def names_held(self, coord: int) -> frozenset[str]:
-        """Names, including tied aliases, under which the ranks at pp coordinate `coord` hold parameters."""
+        """Returns the names, including tied aliases, under which the ranks at pp coordinate `coord` hold parameters."""
         if self.pipeline is None:
             return frozenset((*self.parameters, *self.tied))
         return frozenset().union(*(self.names_of_stage(stage) for stage in self.pipeline.stages_on(coord)))
 
     def names_of_stage(self, stage: int) -> frozenset[str]:
-        """Names of the parameters that a pipeline stage holds. A tied parameter has all names that the stage uses."""
+        """Returns the names of the parameters that a pipeline stage holds. A tied parameter has all names that the
+        stage uses.
+        """
         return frozenset(name for name, stages in self._stages_of_names.items() if stage in stages)
 
     def stages_holding(self, name: str) -> tuple[int, ...]:
-        """Stages that hold a parameter under this name; empty if none does."""
+        """Returns the stages that hold a parameter under this name; empty if none does."""
         return self._stages_of_names[name]
 
     @functools.cached_property
@@ -168,7 +172,9 @@ class SplitPlan:
         return self.shape.tp_size
 
     def stack_of(self, module: str) -> str | None:
-        """The stack of layers inside which `module` receives a part of the sequence; None if it receives all of it."""
+        """Returns the stack of layers inside which `module` receives a part of the sequence; None if it receives all of
+        it.
+        """
         return self.sequence.stack_of(module) if self.sequence is not None else None
 
 

@@ -5,7 +5,7 @@ from shardwise.plan.spec import Plan
 
 
 def _plan(reason: str, **styles: str) -> Plan:
-    """Rules for modules of every layer; `__` in a name stands for a dot."""
+    """Returns the rules for modules of every layer; `__` in a name stands for a dot."""
     rules = {f"**.layers.*.{name.replace('__', '.')}": style for name, style in styles.items()}
     return Plan(tuple(ParameterRule(name, style, source="family", reason=reason) for name, style in rules.items()))
 

@@ -216,7 +216,7 @@ class Pipeline:
 
 
 def _patterns(patterns: str | Iterable[str]) -> tuple[str, ...]:
-    """Patterns as a tuple; a string is one pattern."""
+    """Returns the patterns as a tuple; a string is one pattern."""
     return (patterns,) if isinstance(patterns, str) else tuple(patterns)
 
 
@@ -229,7 +229,7 @@ def check_choice(what: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def check_count(what: str, value: object) -> None:
-    """Raises `ConfigError` if `value` is no integer of at least 1."""
+    """Raises `ConfigError`, which names the option `what`, unless `value` is an integer of at least 1."""
     if type(value) is not int or value < 1:
         raise ConfigError(f"{what} is {value!r}", fix="use an integer of at least 1")
 
@@ -292,7 +292,9 @@ class ParallelSpec:
 
     @classmethod
     def take(cls, options: Mapping[str, Any]) -> "tuple[ParallelSpec, dict[str, Any]]":
-        """Builds a spec from the `options` that name its fields (None: default); returns it and the other options."""
+        """Builds a spec from those `options` that name its fields; None means the default. Also returns the other
+        options.
+        """
         own = {each.name for each in fields(cls)}
         others = {name: value for name, value in options.items() if name not in own}
         return cls(**{name: options[name] for name in own & options.keys() if options[name] is not None}), others

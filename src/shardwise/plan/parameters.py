@@ -23,13 +23,13 @@ from shardwise.sharding.placement import (
 
 
 def _is_legal(heads: Heads, num_parts: int) -> bool:
-    """Whether query heads divide among `num_parts` ranks, and key/value heads divide or replicate evenly."""
+    """Returns whether query heads divide among `num_parts` ranks, and key/value heads divide or replicate evenly."""
     kv = heads.num_key_value_heads
     return heads.num_heads % num_parts == 0 and (kv % num_parts == 0 or num_parts % kv == 0)
 
 
 def check_heads(heads: Heads, num_parts: int) -> tuple[str, str] | None:
-    """Reason and remedy if `heads` cannot be divided among `num_parts` ranks; None if they can."""
+    """Returns the reason and remedy if `heads` cannot be divided among `num_parts` ranks; None if they can."""
     if _is_legal(heads, num_parts):
         return None
     reasons = []
@@ -45,7 +45,7 @@ def check_heads(heads: Heads, num_parts: int) -> tuple[str, str] | None:
 
 
 def local_heads(heads: Heads, num_parts: int) -> Heads:
-    """The heads of one rank."""
+    """Returns the heads of one rank."""
     return Heads(
         num_heads=heads.num_heads // num_parts,
         num_key_value_heads=max(1, heads.num_key_value_heads // num_parts),
@@ -54,7 +54,9 @@ def local_heads(heads: Heads, num_parts: int) -> Heads:
 
 
 def feature_split(dim: int, size: int, *, heads: Heads | None, num_parts: int) -> Split:
-    """Split of a feature dim of `size`: by query heads, by key/value heads, or in plain runs without heads."""
+    """Returns the split of a feature dim of `size`:
+    by query heads, by key/value heads, or in plain runs without heads.
+    """
     if heads is None:
         if size < num_parts:
             raise PlanError(
@@ -77,7 +79,7 @@ def feature_split(dim: int, size: int, *, heads: Heads | None, num_parts: int) -
 
 
 def qkv_split(dim: int, size: int, *, heads: Heads | None, num_parts: int) -> Split:
-    """Split of a fused `[q | k | v]` dim, each section by its own heads."""
+    """Returns the split of a fused `[q | k | v]` dim, each section by its own heads."""
     if heads is None:
         raise PlanError("qkv_colwise needs the heads of the module it is in", why="no head counts were found on it")
     num_blocks = heads.num_heads + 2 * heads.num_key_value_heads
@@ -112,7 +114,7 @@ class ParameterRules:
     num_parts: int
 
     def plan(self, fqn: str, shape: Shape) -> ParameterPlan:
-        """Plan of the parameter `fqn` with the full `shape`."""
+        """Returns the plan of the parameter `fqn` with the full `shape`."""
         module = parent_of(fqn)
         rule = self.rules.get(fqn) or self.rules.get(module)
         if rule is None:
@@ -164,7 +166,7 @@ class ParameterRules:
         return frozenset(canonical for alias, canonical in self.facts.tied.items() if parent_of(alias) == self.head)
 
     def _placement_of(self, style: SplitStyle, name: str, shape: Shape, heads: Heads | None) -> Placement:
-        """Placement for a `split(...)` style. A bias has the output dim of its weight."""
+        """Returns the placement for a `split(...)` style. A bias has the output dim of its weight."""
         if style.dim >= len(shape):
             if name != "bias":
                 raise PlanError(f"it has no dim {style.dim}", why=f"its shape is {list(shape)}")
@@ -191,7 +193,7 @@ class ParameterRules:
         return "partial" if self.sequence is not None and self.sequence.stack_of(module) is not None else "full"
 
     def _heads_around(self, module: str) -> Heads | None:
-        """Heads of the nearest enclosing module that has any, inside its region."""
+        """Returns the heads of the nearest enclosing module that has any, inside its region."""
         region = region_around(module, self.regions)
         for name in upwards(module):
             heads = self.facts.modules[name].heads
@@ -201,7 +203,7 @@ class ParameterRules:
 
 
 def complete_ties(rules: Mapping[str, ParameterRule], facts: ModelFacts) -> dict[str, ParameterRule]:
-    """Adds rules for tied parameters of which only one module is said to be split.
+    """Returns `rules` with a rule for each module whose parameter is tied to that of a module with a rule.
 
     Embeddings and heads that share a weight are split alike. A parameter that one module splits is also split for the
     modules that never use it.

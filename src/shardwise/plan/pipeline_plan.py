@@ -31,7 +31,7 @@ class CutTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Returned:
-    """Description of a module's output by arguments of the same shape and dtype.
+    """What a module returns, in terms of its arguments: values of the same shape and dtype as an argument.
 
     Attributes:
         like: for every returned value, the name of an argument of the same shape and dtype, prefixed by `=` if it is
@@ -45,7 +45,7 @@ class Returned:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOrder:
-    """Record of one run of a model.
+    """The order in which a model runs its layers, and the tensors between them, recorded in one run.
 
     Attributes:
         calls: FQN of the layer of every segment, in order of execution; a layer that runs twice occurs twice.
@@ -69,7 +69,7 @@ class LayerOrder:
     is_chain: bool = False
 
     def starts_after(self, names: Iterable[str]) -> tuple[int, ...]:
-        """First segments of stages that end with the given layers, each at its last call; 0 comes first."""
+        """Returns the first segments of stages that end with the given layers, each at its last call; 0 comes first."""
         starts = {0}
         for name in names:
             if name not in self.calls:
@@ -85,7 +85,7 @@ class LayerOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
-    """Stages of a model.
+    """How the segments of a model's forward are divided into stages, and which pp coordinate holds each stage.
 
     Attributes:
         schedule: name of the schedule (see `shardwise.schedule.schedule`).
@@ -104,20 +104,20 @@ class PipelinePlan:
         return len(self.starts)
 
     def segments(self, stage: int) -> range:
-        """Segments of a stage."""
+        """Returns the segments of a stage."""
         ends = (*self.starts[1:], len(self.order.calls))
         return range(self.starts[stage], ends[stage])
 
     def stages_on(self, coord: int) -> tuple[int, ...]:
-        """Stages of a pp coordinate, in the order in which a microbatch passes them."""
+        """Returns the stages of a pp coordinate, in the order in which a microbatch passes them."""
         return tuple(stage for stage, rank in enumerate(self.rank_of) if rank == coord)
 
     def stage_of(self, segment: int) -> int:
-        """Stage that contains a segment."""
+        """Returns the stage that contains a segment."""
         return sum(start <= segment for start in self.starts) - 1
 
     def stages_of_names(self, names: Iterable[str], tied: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-        """Stages that hold each parameter under each of its names.
+        """Returns the stages that hold each parameter under each of its names.
 
         A stage holds a parameter under the names with which it computes. A parameter that nothing computes with is held
         under its first name: by the first stage of its layer, or outside of layers by the first stage.
@@ -131,7 +131,9 @@ class PipelinePlan:
         return found
 
     def coord_computing(self, name: str) -> int:
-        """Coordinate on pp of the first stage that computes with a buffer, and so has its value after a forward."""
+        """Returns the coordinate on pp of the first stage that computes with a buffer, and so has its value after a
+        forward.
+        """
         module = name.rpartition(".")[0]
         inside = is_within(name, self.order.calls)
         beside = (min(found) for used, found in self.order.uses.items() if found and is_within(used, (module,)))

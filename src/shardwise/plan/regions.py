@@ -36,7 +36,8 @@ class Region:
 def find_regions(
     facts: ModelFacts, parameters: Mapping[str, ParameterRule], given: Mapping[str, RegionRule]
 ) -> dict[str, Region]:
-    """Regions that are given, and those implied by column- and row-split parameters: FQN to region, outermost, ordered.
+    """Returns the regions by FQN, outermost, ordered: those with a rule, and those around column- and row-split
+    parameters.
 
     A column-split linear belongs to the nearest ancestor that also holds a row-split one (attention, MLP). If a layer,
     or a container that never runs itself, comes first, the linear is its own region.
@@ -64,7 +65,7 @@ def find_regions(
 
 
 def region_around(module: str, regions: Mapping[str, Region]) -> Region | None:
-    """The region that `module` is or is inside of."""
+    """Returns the region that `module` is or is inside of."""
     return next((regions[name] for name in upwards(module) if name in regions), None)
 
 
@@ -74,7 +75,8 @@ def find_deferred_sums(
     given: Mapping[str, RegionRule],
     regions: Mapping[str, Region],
 ) -> tuple[dict[str, str], list[PlanError]]:
-    """FQNs of modules that leave their partial sum to another module, to its FQN; and the errors in these rules.
+    """Maps the FQN of each module that leaves its partial sum to another module to that module's FQN; also returns
+    errors in these rules.
 
     Both must end a region by a sum.
     """
@@ -147,7 +149,7 @@ class SequencePlan:
     inputs: tuple[str, ...] = ()
 
     def stack_of(self, module: str) -> str | None:
-        """The stack inside which `module` receives a part of the sequence; None if it receives all of it."""
+        """Returns the stack inside which `module` receives a part of the sequence; None if it receives all of it."""
         if is_within(module, self.full_sequence):
             return None
         return next((stack for stack in self.stacks if is_within(module, (stack,))), None)
@@ -156,7 +158,7 @@ class SequencePlan:
 def find_sequence(
     facts: ModelFacts, rules: Mapping[str, SequenceRule], inputs: Mapping[str, InputRule], regions: Sequence[Region]
 ) -> SequencePlan:
-    """The rules about the sequence; without any, the only stack that holds split blocks."""
+    """Returns the rules about the sequence; without any, the only stack that holds split blocks."""
     stacks = {name: rule for name, rule in rules.items() if rule.style == "sequence"}
     if not stacks:
         return _implied(facts, regions)
@@ -175,7 +177,7 @@ def find_sequence(
 
 
 def stacks_with_regions(facts: ModelFacts, regions: Sequence[Region]) -> list[LayerStack]:
-    """The outermost stacks of layers that hold regions."""
+    """Returns the outermost stacks of layers that hold regions."""
     return [
         stack
         for stack in facts.stacks

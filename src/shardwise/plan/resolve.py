@@ -69,14 +69,14 @@ class _MatchedRules:
         self.names = {rule: self.matcher.governed(rule.pattern) & self.known[type(rule)].keys() for rule in plan.rules}
 
     def governing(self, kind: type[_Kind]) -> dict[str, _Kind]:
-        """The rule of a kind that governs each name: the last one that matches."""
+        """Returns the rule of a kind that governs each name: the last one that matches."""
         found: dict[str, _Kind] = {}
         for rule in self.plan.section(kind):
             found.update(dict.fromkeys(self.names[rule], rule))
         return {name: found[name] for name in self.known[kind] if name in found}
 
     def nothing_matched(self, rules: list[Rule]) -> PlanError:
-        """Error for user rules that match nothing."""
+        """Returns the error for user rules that match nothing."""
         num_names = len({name for names in self.known.values() for name in names})
         return PlanError(
             "a rule matches nothing" if len(rules) == 1 else f"{len(rules)} rules match nothing",
@@ -95,12 +95,12 @@ class _MatchedRules:
 
 
 def rules_without_names(plan: Plan, facts: ModelFacts) -> tuple[Rule, ...]:
-    """The rules of a plan that match nothing in the model."""
+    """Returns the rules of a plan that match nothing in the model."""
     return tuple(rule for rule, names in _MatchedRules(plan, facts).names.items() if not names)
 
 
 def check_weight(name: str, rule: ParameterRule, facts: ModelFacts) -> PlanError | None:
-    """Error for a rule that splits a module without a parameter of its own; None if there is no error."""
+    """Returns the error for a rule that splits a module without a parameter of its own; None if there is no error."""
     module = facts.modules.get(name)
     if module is None or module.parameters or not rule.splits:
         return None
@@ -178,7 +178,7 @@ def _vocabulary_head(given: MatchedRules, facts: ModelFacts) -> str | None:
 def _heads(
     facts: ModelFacts, given: MatchedRules, regions: Mapping[str, Region], num_parts: int
 ) -> tuple[dict[str, tuple[Heads, Heads]], dict[str, PlanError]]:
-    """Full and local heads of every attention with column-split projections; and the errors of others."""
+    """Returns the full and local heads of every attention with column-split projections; and the errors of others."""
     columns = [name for name, rule in given.parameters.items() if rule.style in COLUMN_STYLES]
     found: dict[str, tuple[Heads, Heads]] = {}
     undivided: dict[str, PlanError] = {}
@@ -221,7 +221,7 @@ def _parameters(rules: ParameterRules, *, outside: list[str]) -> tuple[dict[str,
 
 
 def _local_attributes(facts: ModelFacts, given: MatchedRules, num_parts: int) -> tuple[dict[str, int], list[PlanError]]:
-    """A rank's values of the attributes that count split features; and errors of those that do not divide."""
+    """Returns a rank's values of the attributes that count split features; and errors of those that do not divide."""
     values, problems = facts.attributes(), []
     found = {}
     for name, rule in given.attributes.items():
@@ -252,7 +252,7 @@ def _split_inputs(
 
 
 def all_problems(problems: list[PlanError]) -> PlanError:
-    """One error for all of these. The same problem in every layer is reported once."""
+    """Returns one error for all of these. The same problem in every layer is reported once."""
     seen: dict[str, PlanError] = {}
     for problem in problems:
         seen.setdefault("".join("*" if letter.isdigit() else letter for letter in problem.summary), problem)

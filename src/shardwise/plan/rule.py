@@ -110,7 +110,7 @@ class Rule:
             )
 
     def _is_known(self) -> bool:
-        """Whether the section has the style, and its arguments can be parsed."""
+        """Returns whether the section has the style, and its arguments can be parsed."""
         return any(_pattern(style).fullmatch(self.style) for style in self.styles)
 
     @property
@@ -155,7 +155,9 @@ class Rule:
 
     @classmethod
     def of(cls, pattern: str, style: str, source: str = "user", reason: str = "") -> "Rule":
-        """Rule of the section that has the style. If inputs have it too, the rule is for parameters or the sequence."""
+        """Returns the rule of the section that has the style. If inputs have it too, the rule is for parameters or the
+        sequence.
+        """
         name = style.partition("(")[0]
         kinds = (kind for kind in SECTIONS if any(name == known.partition("(")[0] for known in kind.styles))
         return next(kinds, ParameterRule)(pattern, style, source, reason)
@@ -234,7 +236,7 @@ class AttributeRule(Rule):
     }
 
     def divisor(self, parts: int) -> Fraction:
-        """Divisor of the attribute if features divide into `parts`."""
+        """Returns the divisor of the attribute if features divide into `parts`."""
         return Fraction(self._argument or parts)
 
 
@@ -267,7 +269,7 @@ class SequenceRule(Rule):
 
 @functools.cache
 def _pattern(style: str) -> re.Pattern[str]:
-    """Regular expression of a style's text, with any argument."""
+    """Returns the regular expression of a style's text, with any argument."""
     name, bracket, argument = style.partition("(")
     return re.compile(re.escape(name) + (_ARGUMENTS[bracket + argument] if bracket else ""))
 

@@ -27,12 +27,12 @@ _COMPONENTS = {"*": r"[^.]+\.", "**": r"(?:[^.]+\.)*"}
 
 
 def match(pattern: str, fqn: str) -> bool:
-    """Whether `pattern` matches all of `fqn`."""
+    """Returns whether `pattern` matches all of `fqn`."""
     return _compiled(pattern).fullmatch(_ended(fqn)) is not None
 
 
 def star_numbers(fqn: str) -> str:
-    """`fqn` with `*` for every numeric component: one name for the same module of all layers."""
+    """Returns `fqn` with `*` for every numeric component: one name for the same module of all layers."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", fqn)
 
 
@@ -50,14 +50,14 @@ class Matcher:
             self._alike.setdefault(star_numbers(name), []).append(name)
 
     def governed(self, pattern: str) -> set[str]:
-        """The names that `pattern` matches, and the `weight` and `bias` of matching modules."""
+        """Returns the names that `pattern` matches, and the `weight` and `bias` of modules that it matches."""
         matches = _compiled(pattern, leaves=r"(?:weight\.|bias\.)?").fullmatch
         starred = _compiled(star_numbers(pattern), leaves=r"(?:weight\.|bias\.)?").fullmatch
         found = {name for kind, names in self._alike.items() if starred(_ended(kind)) for name in names}
         return found if star_numbers(pattern) == pattern else {name for name in found if matches(_ended(name))}
 
     def nearest(self, pattern: str) -> list[str]:
-        """Patterns similar to `pattern` that match something."""
+        """Returns the patterns similar to `pattern` that match something."""
         names = dict.fromkeys(self._alike)
         if pattern.startswith("**."):
             depth = pattern.count(".")
@@ -109,12 +109,12 @@ class Plan:
             )
 
     def section(self, kind: type[_Kind]) -> tuple[_Kind, ...]:
-        """The rules of one kind."""
+        """Returns the rules of one kind."""
         return tuple(rule for rule in self.rules if isinstance(rule, kind))
 
     @classmethod
     def of(cls, styles: Mapping[str, str], *, source: str = "user") -> "Plan":
-        """Plan from patterns to style names, including transformers' style names.
+        """Returns the plan from patterns to style names, including transformers' style names.
 
         Raises:
             PlanError: a rule is invalid.
@@ -123,7 +123,7 @@ class Plan:
         return cls(tuple(Rule.of(pattern, style, source) for pattern, style in named.items()))
 
     def __or__(self, other: "Plan") -> "Plan":
-        """Both plans' rules. Those of `other` win, and replace rules of the same section and pattern."""
+        """Returns both plans' rules. Those of `other` win, and replace rules of the same section and pattern."""
         replaced = {_place(rule) for rule in other.rules}
         return Plan((*(rule for rule in self.rules if _place(rule) not in replaced), *other.rules))
 
@@ -155,12 +155,12 @@ class Plan:
         return cls(tuple(rules))
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as a JSON object with a list per section."""
+        """Returns the plan as a JSON object with a list per section."""
         return {kind.section: [asdict(rule) for rule in self.section(kind)] for kind in SECTIONS}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Plan":
-        """The plan from the object that `to_json` made.
+        """Returns the plan from the object that `to_json` made.
 
         Raises:
             PlanError: `data` is no such object: a key is unknown or missing, or a value is no text.

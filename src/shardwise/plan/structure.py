@@ -132,7 +132,7 @@ class ModelFacts:
 
     @cached_property
     def layers(self) -> dict[str, str]:
-        """FQN of every layer of every stack, to the FQN of its outermost layer."""
+        """Maps the FQN of every layer of every stack to the FQN of its outermost layer."""
         found: dict[str, str] = {}
         for stack in self.stacks:
             found |= {layer: found.get(stack.within, layer) for layer in stack.items}
@@ -140,7 +140,7 @@ class ModelFacts:
 
     @cached_property
     def children(self) -> dict[str, list[str]]:
-        """FQN of every module with children, to the children's FQNs."""
+        """Maps the FQN of every module with children to the children's FQNs."""
         found: dict[str, list[str]] = {}
         for name in self.modules:
             if name:
@@ -148,7 +148,7 @@ class ModelFacts:
         return found
 
     def layer_of(self, fqn: str) -> str | None:
-        """Outermost layer that contains a module or parameter; None if there is none."""
+        """Returns the outermost layer that contains a module or parameter; None if there is none."""
         return next((self.layers[name] for name in upwards(fqn) if name in self.layers), None)
 
     def parameters(self) -> Iterator[tuple[str, str, str, Shape]]:
@@ -158,7 +158,7 @@ class ModelFacts:
                 yield fqn_of(module, name), module, name, shape
 
     def attributes(self) -> dict[str, int]:
-        """FQN of every integer attribute that a module's forward reads, to its value."""
+        """Maps the FQN of every integer attribute that a module's forward reads to its value."""
         return {
             f"{module}.{name}": value
             for module, facts in self.modules.items()
@@ -167,11 +167,11 @@ class ModelFacts:
         }
 
     def inputs(self) -> dict[str, str]:
-        """FQN of every input of a module (`MODULE.ARGUMENT`), to the module's FQN."""
+        """Maps the FQN of every input of a module (`MODULE.ARGUMENT`) to the module's FQN."""
         return {f"{module}.{name}": module for module, facts in self.modules.items() if module for name in facts.inputs}
 
     def heads_around(self, module: str) -> Heads | None:
-        """Heads of the nearest module at or above `module` that has any."""
+        """Returns the heads of the nearest module at or above `module` that has any."""
         return next((found for name in upwards(module) if (found := self.modules[name].heads) is not None), None)
 
     def inside(self, ancestor: str) -> Iterator[str]:
@@ -181,7 +181,9 @@ class ModelFacts:
 
 
 def outermost_layers(stacks: Iterable[LayerStack]) -> tuple[str, ...]:
-    """FQNs of the layers that are inside of no other: the units of gathering, recomputation and compilation."""
+    """Returns the FQNs of the layers that are inside of no other: the units of gathering, recomputation and
+    compilation.
+    """
     return tuple(layer for stack in stacks if not stack.within for layer in stack.items)
 
 
@@ -193,27 +195,29 @@ def upwards(fqn: str) -> Iterator[str]:
 
 
 def parent_of(fqn: str) -> str:
-    """`a.b` for `a.b.c`; "" for a top-level name."""
+    """Returns the FQN of the enclosing module: `a.b` for `a.b.c`, "" for a top-level name."""
     return fqn.rpartition(".")[0]
 
 
 def fqn_of(module: str, name: str) -> str:
-    """`a.b` for the child `b` of module `a`; "" is the model. `torch.compile`'s wrapper has its inner module's name."""
+    """Returns the FQN of a child: `a.b` for the child `b` of module `a`; "" is the model. `torch.compile`'s wrapper has
+    its inner module's name.
+    """
     joined = f"{module}.{name}" if module else name
     return ".".join(part for part in joined.split(".") if part != "_orig_mod") if "_orig_mod" in joined else joined
 
 
 def nearest(fqn: str, modules: Container[str]) -> str | None:
-    """The nearest of these modules that is `fqn` or contains it; None if there is none."""
+    """Returns the nearest of these modules that is `fqn` or contains it; None if there is none."""
     return next((name for name in upwards(fqn) if name in modules), None)
 
 
 def outermost(fqns: Iterable[str]) -> list[str]:
-    """The names that are inside of no other one, in their order."""
+    """Returns the names that are inside of no other of the names, in their order."""
     known = dict.fromkeys(fqns)
     return [fqn for fqn in known if nearest(parent_of(fqn), known) is None]
 
 
 def is_within(fqn: str, modules: Iterable[str]) -> bool:
-    """Whether `fqn` is one of these modules, or inside of one."""
+    """Returns whether `fqn` is one of these modules, or inside of one."""
     return f"{fqn}.".startswith(tuple(f"{module}." for module in modules))

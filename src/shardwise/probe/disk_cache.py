@@ -26,7 +26,8 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 def cache_path(model: nn.Module, question: str, described: Mapping[str, Any]) -> Path | None:
-    """Path of the cached answer to a question about a model; None if its code may be edited under the same name.
+    """Returns the path of the cached answer to a question about a model; None if its code may be edited under the same
+    name.
 
     Args:
         question: "plan" for its plan, or another word.
@@ -55,7 +56,7 @@ def cache_path(model: nn.Module, question: str, described: Mapping[str, Any]) ->
 
 @functools.cache
 def _source_digest() -> str:
-    """Digest of the package's source, so that an edited checkout ignores the answers of older code."""
+    """Returns a digest of the package's source, so that an edited checkout ignores the answers of older code."""
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -63,7 +64,7 @@ def _source_digest() -> str:
 
 
 def read(path: Path | None, parse: Callable[[Any], Answer]) -> Answer | None:
-    """`parse` of the JSON value in the file; None if there is no file, or it is damaged."""
+    """Returns `parse` of the JSON value in the file; None if there is no file, or it is damaged."""
     try:
         if path is None or not path.is_file():
             return None

@@ -25,7 +25,7 @@ _NOTICEABLE = 1e-4  # of the largest logit: rounding is a thousand times smaller
 
 
 def find_label_use(model: nn.Module) -> LabelUse | None:
-    """Cached `probe_label_use(model)`. Communicates nothing."""
+    """Returns `probe_label_use(model)`, cached on disk. Communicates nothing."""
     if not may_shift(model):
         return None
     path = cache_path(model, "labels", {})
@@ -41,7 +41,7 @@ def _parse(value: Any) -> tuple[LabelUse | None]:
 
 
 def probe_label_use(model: nn.Module) -> LabelUse | None:
-    """How a model uses its labels; None if its class leaves no question, or no tiny model can tell."""
+    """Returns how a model uses its labels; None if its class leaves no question, or no tiny model can tell."""
     if not isinstance(model, PreTrainedModel) or not may_shift(model):
         return None
     try:
@@ -60,7 +60,7 @@ def probe_label_use(model: nn.Module) -> LabelUse | None:
 
 
 def _uses_first_label(model: nn.Module, batch: dict[str, Tensor]) -> bool:
-    """Whether the loss depends on the first label, if there is no other."""
+    """Returns whether the loss depends on the first label, if there is no other."""
     losses = []
     for label in (0, 1):
         labels = torch.full_like(batch["labels"], _IGNORED)
@@ -70,7 +70,7 @@ def _uses_first_label(model: nn.Module, batch: dict[str, Tensor]) -> bool:
 
 
 def _sees_next_token(model: nn.Module, batch: dict[str, Tensor]) -> bool:
-    """Whether logits depend on later tokens."""
+    """Returns whether logits depend on later tokens."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     ids = inputs["input_ids"]
     middle = ids.shape[-1] // 2
@@ -81,7 +81,7 @@ def _sees_next_token(model: nn.Module, batch: dict[str, Tensor]) -> bool:
 
 
 def _mixes_rows(model: nn.Module) -> bool:
-    """Whether the logits of half of a batch differ from those in the batch."""
+    """Returns whether the logits of half of a batch differ from those in the batch."""
     full = {name: value for name, value in make_batch(model, batch_size=4, seed=0).items() if name != "labels"}
     with suppress(Exception):  # it takes no such batch
         return _differ(torch.cat([model(**part).logits for part in split_rows(full, 4, 2)]), model(**full).logits)
@@ -89,7 +89,7 @@ def _mixes_rows(model: nn.Module) -> bool:
 
 
 def _adds_up(model: PreTrainedModel) -> bool:
-    """Whether the loss of a batch is the mean of its halves' losses, weighted by their targets."""
+    """Returns whether the loss of a batch is the mean of its halves' losses, weighted by their targets."""
     with suppress(Exception):  # it takes no such batch
         batch = _make_uneven(model)
         parts = split_rows(batch, 4, 2)
@@ -133,7 +133,7 @@ _TOLERANCE = 1e-4  # of the largest logit: the same sums, in another order
 
 
 def probe_document_masking(config: PreTrainedConfig, auto_class: Any, *, packed: bool) -> DocumentMasking:
-    """The inputs that a model of `config` needs so that documents in a row give the same results as alone.
+    """Returns the inputs that a model of `config` needs so that documents in a row give the same results as alone.
 
     Args:
         packed: whether several documents share a row; else one document with padding.

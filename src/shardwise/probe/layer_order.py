@@ -223,7 +223,7 @@ class _Watcher(TorchFunctionMode):
         return (id(value), self.values[id(value)].count) if name is None and id(value) in self.values else name
 
     def _returns(self) -> dict[str, Returned]:
-        """Outputs of modules that look the same in all calls; without those that are never used."""
+        """Returns the outputs of modules that look the same in all calls; without those that are never used."""
         found: dict[str, Returned] = {}
         for fqn, calls in self.returned.items():
             distinct = {(is_tuple, tuple(map(self._if_used, like))) for is_tuple, like in calls}
@@ -240,7 +240,7 @@ class _Watcher(TorchFunctionMode):
         return None if self.values[key].count > count else ""
 
     def found(self) -> tuple[LayerOrder, dict[str, Returned]]:
-        """The results of `watch_order`."""
+        """Returns the results of `watch_order`."""
         if not self.calls:
             raise PlanError(
                 f"{type(self.model).__name__} cannot be cut into stages",
@@ -288,12 +288,14 @@ _READING = frozenset(
 
 
 def as_hook(method: Callable[..., Any], fqn: Any) -> Callable[..., Any]:
-    """`method` given `fqn` before all else; a copy of a module shares it, as it does functions."""
+    """Returns a function that calls `method` with `fqn` before all else; a copy of a module shares it, as it does
+    functions.
+    """
     return lambda *given: method(fqn, *given)
 
 
 def _untied(model: nn.Module) -> nn.Module:
-    """A copy in which every module has parameters of its own, so that each use has one name."""
+    """Returns a copy in which every module has parameters of its own, so that each use has one name."""
     copied = copy.deepcopy(model)
     seen: set[int] = set()
     for module in copied.modules():
@@ -313,7 +315,9 @@ _ALLOWED = 1e-3  # of the largest entry of a gradient
 
 
 def find_layer_order(model: nn.Module) -> LayerOrder:
-    """The layers of `model` in order of execution, the tensors between them, and the users of each parameter."""
+    """Returns the layers of `model` in order of execution, the tensors between them,
+    and the users of each parameter.
+    """
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(f"{name} is no transformers model", why="no tiny model of it can be built")
@@ -330,7 +334,7 @@ def find_layer_order(model: nn.Module) -> LayerOrder:
 
 
 def tried_order(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection[str] = (), drops: bool) -> LayerOrder:
-    """The layer order of a tiny model, if the model computes the same when it is cut accordingly.
+    """Finds the layer order on a tiny model, and proves that the model computes the same when it is cut accordingly.
 
     Args:
         layers: the modules at which to cut; default: the outermost layers.
@@ -370,7 +374,7 @@ def _check_training(tiny: PreTrainedModel, batch: Mapping[str, Any], order: Laye
 
 
 def _stages_of_one(model: nn.Module, order: LayerOrder) -> Stages:
-    """All stages in one model, one per segment, in place."""
+    """Returns all stages in one model, one per segment, in place."""
     starts = tuple(range(len(order.calls)))
     return build_local_stages(
         model, PipelinePlan(order=order, schedule="1f1b", starts=starts, rank_of=starts), own=starts
@@ -399,7 +403,7 @@ def train_in_stages(stages: Sequence[Stages], batch: Mapping[str, Any]) -> tuple
 def _returns_around(
     tiny: nn.Module, at: str, order: LayerOrder, returns: Mapping[str, Returned]
 ) -> dict[str, Returned]:
-    """The module in `returns` whose code failed, or one around it, and all modules of that class."""
+    """Returns the module in `returns` whose code failed, or one around it, and all modules of that class."""
     for name in upwards(at):
         if name in order.returns:
             break
@@ -418,7 +422,7 @@ def no_stages(name: str, why: str, *, at: str, fix: str = "use pp1") -> PlanErro
 
 
 def _difference(tiny: nn.Module, batch: Mapping[str, Any], order: LayerOrder) -> str:
-    """Difference of a tiny model's results when it is cut before every layer, in words."""
+    """Returns the difference of a tiny model's results when it is cut before every layer, in words."""
     unsplit, cut = copy.deepcopy(tiny), copy.deepcopy(tiny)
     own = list(cut.parameters())  # before they go
     loss = loss_or_surrogate(unsplit(**clone_batch(batch)))

@@ -81,7 +81,9 @@ def is_small(model: nn.Module) -> bool:
 
 
 def build_tried_model(model: PreTrainedModel, **shrinking: Any) -> PreTrainedModel:
-    """The model with other weights; for a large one, a tiny model made by `shrink_config` with these options."""
+    """Returns the model with other weights;
+    for a large one, a tiny model made by `shrink_config` with these options.
+    """
     own_size = is_small(model)
     if own_size and not has_meta(model):
         # Whatever the caller trains, and where.
@@ -101,7 +103,9 @@ def build_tried_model(model: PreTrainedModel, **shrinking: Any) -> PreTrainedMod
 
 
 def smallest_with_all_layer_kinds(build: Callable[[int], Model], model: nn.Module) -> Model:
-    """Result of `build(num_layers)` with the fewest layers that cover every kind in `model`; with two if none does."""
+    """Returns the result of `build(num_layers)` with the fewest layers that cover every kind in `model`; with two if
+    none does.
+    """
 
     def kinds(model: nn.Module) -> set[tuple[str, frozenset[str]]]:
         return {layer_kind(layer, names_in(model, layer)) for layer in outermost_layers(read_stacks(model))}
@@ -112,12 +116,12 @@ def smallest_with_all_layer_kinds(build: Callable[[int], Model], model: nn.Modul
 
 
 def layer_kind(layer: str, names: frozenset[str]) -> tuple[str, frozenset[str]]:
-    """Kind of a layer: its stack, and the names inside it, whatever the length of lists."""
+    """Returns the kind of a layer: its stack, and the names inside it, whatever the length of lists."""
     return layer.rpartition(".")[0], frozenset(ITEM.sub(r"\1*", name) for name in names)
 
 
 def names_in(model: nn.Module, layer: str) -> frozenset[str]:
-    """Names of a layer's parameters and of the modules that own them, relative to the layer."""
+    """Returns the names of a layer's parameters and of the modules that own them, relative to the layer."""
     module = model.get_submodule(layer)
     own = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     return frozenset(f".{name}" for each in own for name in (each, each.rpartition(".")[0]) if name)
@@ -149,7 +153,7 @@ class SimulatedMesh(Mesh):
         self._group = group
 
     def subgroup(self, axis: str, blocks: Blocks) -> SimulatedGroup | None:
-        """This rank's simulated group of its block."""
+        """Returns this rank's simulated group of its block."""
         return self._group.subgroup(blocks)
 
 
@@ -229,7 +233,7 @@ class Trial:
     def _split(
         self, tiny: nn.Module, plan: Plan, batch: Mapping[str, Any], spec: ParallelSpec
     ) -> "list[_Result] | Verdict":
-        """Results of each rank for the batch; a verdict if it fails."""
+        """Returns the results of each rank for the batch; a verdict if it fails."""
 
         def rank(group: SimulatedGroup, decided: SplitPlan) -> _Result:
             model, mesh, draws = copy.deepcopy(tiny), SimulatedMesh(group), RecordRandom()
@@ -266,7 +270,7 @@ class _Result:
 
 
 def _train(model: nn.Module, batch: Mapping[str, Any], redraws: ReplayRandom | None = None) -> _Result:
-    """Results of the full model, given the ranks' draws."""
+    """Returns the results of the full model, given the ranks' draws."""
     with redraws or nullcontext():
         loss = _loss(model, batch)
     loss.backward()
@@ -279,7 +283,7 @@ def _loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 
 def _difference(found: _Result, truth: _Result) -> str:
-    """Difference of a rank's results from the full tiny model's, in words."""
+    """Returns the difference of a rank's results from the full tiny model's, in words."""
     if not abs(found.loss - truth.loss) <= _LOSS:
         return f"loss {found.loss:.6f} instead of {truth.loss:.6f}"
     for name, expected in truth.gradients.items():
@@ -302,7 +306,7 @@ def reraise_as(explain: Callable[[Verdict], ShardwiseError]) -> Iterator[None]:
 
 
 def verdict_of_exception(error: Exception) -> Verdict:
-    """Verdict on a plan with which the model raised `error`."""
+    """Returns the verdict on a plan with which the model raised `error`."""
     if isinstance(error, ShardwiseError):
         reason = " ".join(str(error).split())  # whole: it ends with the remedy
     else:
@@ -336,7 +340,8 @@ logger = logging.getLogger("shardwise.plan")
 
 
 def try_adapters(model: nn.Module, plan: Plan, facts: ModelFacts, *, num_parts: int, sequence_parallel: bool) -> None:
-    """Trains a tiny model with adapters like those of `model`, split by the base's plan, and compares every gradient.
+    """Proves that a split model with adapters trains right: trains a tiny model with the same adapters and compares
+    every gradient.
 
     Caches success on disk. Logs if it cannot be tried. Communicates nothing.
     """

@@ -91,12 +91,12 @@ class _Counter:
 
 
 def _nodes(value: Any) -> list[Any]:
-    """The autograd nodes that made the tensors in a nested value."""
+    """Returns the autograd nodes that made the tensors in a nested value."""
     return [x.grad_fn for x in tree_leaves(value) if isinstance(x, Tensor) and x.grad_fn is not None]
 
 
 def _layers(plan: SplitPlan) -> set[str]:
-    """FQNs of the outermost layers that hold regions."""
+    """Returns the FQNs of the outermost layers that hold regions."""
     regions = [parent_of(region.fqn) for region in plan.regions]
     stacks = [each for each in plan.stacks if any(is_within(region, (each.fqn,)) for region in regions)]
     return set(outermost_layers(stacks))

@@ -56,7 +56,7 @@ class RecordRandom(TorchDispatchMode):
 
 
 def in_microbatch_order(stages: Sequence[Sequence[Sequence[Tensor]]]) -> list[Tensor]:
-    """The draws of a pipeline's stages, one stage per rank, in the unsplit model's order, by microbatch.
+    """Returns the draws of a pipeline's stages, one stage per rank, in the unsplit model's order, by microbatch.
 
     Args:
         stages: the draws of each stage, by its forwards.
@@ -116,7 +116,7 @@ class ReplayRandom(TorchDispatchMode):
 
 
 def _joined(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor | str:
-    """The full model's draw for the ranks' draws `parts`, or the problem with them."""
+    """Returns the full model's draw for the ranks' draws `parts`, or the problem with them."""
     shapes = [list(part.shape) for part in parts]
     differing = {
         dim for each in shapes for dim in range(len(shape)) if len(each) != len(shape) or each[dim] != shape[dim]

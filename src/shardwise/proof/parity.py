@@ -252,7 +252,7 @@ def measure_narrow(
     step: Step,
     loss_of: Callable[[nn.Module, Mapping[str, Any]], Tensor],
 ) -> Difference:
-    """Relative error of all gradients of a split model that computes in `dtype`, against `exact`.
+    """Returns the relative error of all gradients of a split model that computes in `dtype`, against `exact`.
 
     The bound is twice the error of the unsplit model in the same dtype.
 
@@ -272,7 +272,7 @@ def measure_narrow(
 
 
 def runs_in_float64(model: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Whether a model trains in float64, unlike grouped products, ProphetNet's masks and Switch's routers."""
+    """Returns whether a model trains in float64, unlike grouped products, ProphetNet's masks and Switch's routers."""
     wide = copy.deepcopy(model).double()
     try:
         loss = loss_or_surrogate(wide(**in_dtype(batch, torch.float64)))
@@ -285,7 +285,7 @@ def runs_in_float64(model: nn.Module, batch: Mapping[str, Any]) -> bool:
 
 
 def in_dtype(batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Copy of the batch with its floating-point tensors in `dtype`."""
+    """Returns a copy of the batch with its floating-point tensors in `dtype`."""
     cast = {name: x.to(dtype) for name, x in batch.items() if isinstance(x, Tensor) and x.is_floating_point()}
     return clone_batch(batch) | cast
 
@@ -310,7 +310,7 @@ def _replicated_matrices(planned: Mapping[str, ParameterPlan]) -> tuple[str, ...
 
 
 def _outputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The model's outputs besides its loss, on the CPU."""
+    """Returns the model's outputs besides its loss, on the CPU."""
     with torch.no_grad():
         output = model(**clone_batch(batch))
     found = {}
@@ -333,7 +333,7 @@ def _full(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], relative: float, absolute: float) -> Difference:
-    """The difference that is largest relative to its allowed value."""
+    """Returns the difference that is largest relative to its allowed value."""
     if one_sided := sorted(found.keys() ^ expected.keys()):
         name = f"{one_sided[0]}, which only the {'split' if one_sided[0] in found else 'unsplit'} model has"
         return Difference(error=float("inf"), allowed=absolute, name=name)

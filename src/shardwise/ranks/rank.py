@@ -43,7 +43,7 @@ def warm(*modules: str) -> None:
 
 
 def local_variables(world_size: int, host: str, port: int) -> dict[str, str]:
-    """Torchrun's environment variables for ranks on this machine, except `RANK` and `LOCAL_RANK`."""
+    """Returns torchrun's environment variables for ranks on this machine, except `RANK` and `LOCAL_RANK`."""
     loopback = (
         "lo0" if sys.platform == "darwin" else "lo"
     )  # gloo would resolve the host's name, which may be slow or wrong
@@ -195,7 +195,7 @@ def check_not_importing() -> None:
 
 
 def _load_module(name: str, file: str | None) -> types.ModuleType:
-    """The caller's module: by name if that finds the same file, otherwise by file."""
+    """Returns the caller's module: by name if that finds the same file, otherwise by file."""
     if name != "__main__" and (name in sys.modules or file is None or _is_importable_as(name, file)):
         return importlib.import_module(name)
     # A script gets another name, as in multiprocessing, so that its `if __name__ == "__main__"` block does not run.

@@ -136,13 +136,13 @@ class _Rank:
         self._output.close()
 
     def printed(self) -> str:
-        """The end of its output."""
+        """Returns the end of its output."""
         self._output.seek(0)
         text = self._output.read().decode(errors="replace")
         return text if len(text) <= SHOWN_CHARS else f"... {text[-SHOWN_CHARS:]}"
 
     def shown(self, verb: str = "printed") -> str:
-        """Its output as part of an error."""
+        """Returns its output as part of an error."""
         printed = self.printed().rstrip()
         return f"\nrank {self.number} {verb}:\n{printed}" if printed else ""
 

@@ -18,35 +18,35 @@ from shardwise.plan.structure import Adapted, AdapterFacts, AdapterParameter, fq
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Whether `module` is a PEFT layer that wraps another module and adds to its output."""
+    """Returns whether `module` is a PEFT layer that wraps another module and adds to its output."""
     return _is_tuner(module) and not is_saved_copy(module) and base_of(module) is not None
 
 
 def is_saved_copy(module: nn.Module) -> bool:
-    """Whether `module` is a PEFT wrapper that runs a trained copy of a module (`modules_to_save`)."""
+    """Returns whether `module` is a PEFT wrapper that runs a trained copy of a module (`modules_to_save`)."""
     return _is_tuner(module) and {"original_module", "modules_to_save"} <= module._modules.keys()
 
 
 def base_of(module: nn.Module) -> nn.Module | None:
-    """The module that a PEFT module wraps, which may be a wrapper too; None if it wraps nothing."""
+    """Returns the module that a PEFT module wraps, which may be a wrapper too; None if it wraps nothing."""
     inner = module._modules.get("base_layer") or module._modules.get("original_module")
     return inner or next((each for each in module._modules.values() if each is not None and _is_tuner(each)), None)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The base module inside all PEFT wrappers around it."""
+    """Returns the base module inside all PEFT wrappers around it."""
     while _is_tuner(module) and (base := base_of(module)) is not None:
         module = base
     return module
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether any module of the model belongs to PEFT."""
+    """Returns whether any module of the model belongs to PEFT."""
     return any(map(_is_tuner, model.modules()))
 
 
 def find_model(model: nn.Module) -> nn.Module:
-    """The transformers model inside PEFT's two outer wrappers; `model` itself if there are none."""
+    """Returns the transformers model inside PEFT's two outer wrappers; `model` itself if there are none."""
     tuner = model._modules.get("base_model")
     if tuner is None or not hasattr(model, "peft_config"):
         return model
@@ -108,7 +108,7 @@ def places_in(model: nn.Module) -> Iterator[Place]:
 
 
 def names_in_base(model: nn.Module) -> dict[str, str]:
-    """Maps the FQN of every parameter and buffer outside the adapters to its name in the base."""
+    """Maps the FQN of each parameter and buffer outside the adapters to its FQN in the model without adapters."""
     return {
         fqn_of(place.fqn, own): fqn_of(place.base, own)
         for place in places_in(model)
@@ -119,7 +119,7 @@ def names_in_base(model: nn.Module) -> dict[str, str]:
 
 
 def read_adapters(model: nn.Module) -> AdapterFacts | None:
-    """Facts about the model's adapters; None if it has none."""
+    """Returns the facts about the model's adapters; None if it has none."""
     places = list(places_in(model))
     if not any(place.is_wrapper for place in places):
         return None
@@ -139,7 +139,7 @@ def read_adapters(model: nn.Module) -> AdapterFacts | None:
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """Copy of the base model on the meta device; `model` itself if it has no adapters."""
+    """Returns a copy of the base model on the meta device; `model` itself if it has no adapters."""
     if not has_adapters(model):
         return model
     memo: dict[int, Any] = {
@@ -174,7 +174,9 @@ def _adapted(place: Place, within: Mapping[int, str]) -> Adapted:
 
 
 def describe_adapter(fqn: str, wrapper: nn.Module, adapter: str) -> Adapted:
-    """Facts about the one adapter called `adapter` in `wrapper`. `read_adapters` gives the facts about all."""
+    """Returns the facts about the one adapter called `adapter` in `wrapper`.
+    `read_adapters` gives the facts about all.
+    """
     within = {id(module): fqn_of(fqn, name) for name, module in wrapper.named_modules()}
     adapted = _adapted(Place(fqn, wrapper, fqn, is_wrapper=True), within)
     depth = fqn.count(".") + 2
@@ -182,7 +184,7 @@ def describe_adapter(fqn: str, wrapper: nn.Module, adapter: str) -> Adapted:
 
 
 def _feature_dims(base: nn.Module, name: str) -> tuple[int, int]:
-    """The input-feature dim and the output-feature dim of a base parameter."""
+    """Returns the input-feature dim and the output-feature dim of a base parameter."""
     weight = base._parameters.get(name)
     if isinstance(base, nn.Embedding):
         return 0, 1

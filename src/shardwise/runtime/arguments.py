@@ -13,7 +13,7 @@ Arguments = dict[str, Any]
 
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
-    """Names of the arguments of the module's forward, in order, without `*args` and `**kwargs`."""
+    """Returns the names of the arguments of the module's forward, in order, without `*args` and `**kwargs`."""
     forward = module.forward
     if "forward" in vars(module) or not isinstance(forward, MethodType):
         return _names_of(forward)  # which may hold a model, and so is not kept
@@ -48,7 +48,7 @@ def edit_arguments(module: nn.Module, edit: Callable[[nn.Module, Arguments], Non
 def edited(
     names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any], edit: Callable[[Arguments], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of one call after `edit` has changed them. `names`: names of the positional arguments."""
+    """Returns a call's arguments after `edit` has changed them. `names`: names of the positional arguments."""
     numbers = map(str, range(len(names), len(args)))
     arguments = {**dict(zip((*names, *numbers), args, strict=False)), **kwargs}
     edit(arguments)
@@ -81,7 +81,9 @@ def change_hidden(module: nn.Module, change: Change) -> None:
 
 
 def hidden_name(arguments: Arguments) -> str | None:
-    """Name of the argument that holds the hidden states: `hidden_states`, else the first floating-point tensor."""
+    """Returns the name of the argument that holds the hidden states: `hidden_states`, else the first floating-point
+    tensor.
+    """
     if isinstance(arguments.get("hidden_states"), Tensor):
         return "hidden_states"
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
@@ -89,7 +91,7 @@ def hidden_name(arguments: Arguments) -> str | None:
 
 
 def map_first(output: Any, change: Change) -> Any:
-    """Applies `change` to a module's output, or to the first element of a tuple or list."""
+    """Returns a module's output with `change` applied: to the tensor, or to the first item of a tuple or list."""
     if isinstance(output, Tensor):
         return change(output)
     return type(output)((change(output[0]), *output[1:])) if isinstance(output, list | tuple) else output

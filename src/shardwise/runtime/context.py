@@ -31,19 +31,21 @@ class Axis:
 
     @classmethod
     def of(cls, mesh: Mesh, name: str) -> "Axis":
-        """The axis called `name` of `mesh`."""
+        """Returns the axis called `name` of `mesh`."""
         return cls(name, group=mesh.group(name), size=mesh.size(name), coord=mesh.coord(name))
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Axis":
         return self  # process groups cannot be copied
 
     def even_sizes(self, length: int) -> tuple[int, ...]:
-        """Length of each rank's part of `length` elements, chunked like `torch.chunk`."""
+        """Returns each rank's number of elements if `length` elements are chunked over the axis like `torch.chunk`."""
         run = -(-length // self.size)
         return tuple(min(length, (coord + 1) * run) - min(length, coord * run) for coord in range(self.size))
 
     def equal_sizes(self, length: int) -> tuple[int, ...]:
-        """Length of each rank's part of a sequence that must divide evenly: lengths are not exchanged."""
+        """Returns each rank's number of elements if a sequence of `length` tokens divides evenly: lengths are not
+        exchanged.
+        """
         if length % self.size:
             raise BatchError(
                 f"a sequence of {length} does not divide among {self.size} {self.name} ranks",
@@ -55,7 +57,9 @@ class Axis:
 
 @dataclass
 class Steps:
-    """Log of the optimizer steps of one model. Ranks of one stage compare it before the next training step."""
+    """Log of the optimizer steps of one model.
+    Ranks of one stage compare it to find a rank that stepped differently.
+    """
 
     count: int = 0
     digest: int = 0
@@ -172,7 +176,7 @@ class SplitContext:
         self.state.random.end(level)
 
     def draw_seed(self, module: nn.Module) -> int | None:
-        """Seed for `stage_stream`, from the replicated stream; None if nothing is dropped."""
+        """Returns the seed for `stage_stream`, from the replicated stream; None if nothing is dropped."""
         return int(torch.empty((), dtype=torch.int64).random_()) if self.has_dropout and module.training else None
 
     @contextmanager

@@ -42,7 +42,7 @@ class RandomStreams:
     _before: dict[str, tuple[torch.Generator, Tensor, int | None]] = field(default_factory=dict)
 
     def copy(self) -> "RandomStreams":
-        """Copy of the streams, used to recompute a part of the forward."""
+        """Returns a copy of the streams, used to recompute a part of the forward."""
         return RandomStreams(self.seed, dict(self._before))
 
     def begin(self, level: str, device: torch.device, coord: int, *, replicated: str = "") -> None:
@@ -69,7 +69,7 @@ class RandomStreams:
 
 
 def mix(seed: int, name: str) -> int:
-    """Seed of a separate stream, derived from `seed` and `name`."""
+    """Returns the seed of a separate stream, derived from `seed` and `name`."""
     return seed + _REPLICATED + zlib.crc32(name.encode())
 
 
@@ -128,7 +128,7 @@ class Entered:
 
 @dataclass
 class GradientFactor:
-    """Tensor hook that multiplies the gradient by `value`. `value` may be set later in the forward."""
+    """Tensor hook that multiplies the gradient by `value`, which may be set after the hook is registered."""
 
     value: float = 1.0
 
@@ -174,7 +174,7 @@ class ForwardState:
     random: RandomStreams = field(default_factory=RandomStreams)
 
     def copy(self) -> "ForwardState":
-        """Copy of the state, used to recompute the part that begins now."""
+        """Returns a copy of the state, used to recompute the part that begins now."""
         return replace(self, entered=Entered(), sums=None, random=self.random.copy())
 
     def enter_rows(self, rows: int) -> None:
@@ -183,7 +183,7 @@ class ForwardState:
             self.rows = rows
 
     def length_of(self, stack: str) -> int:
-        """True sequence length of a stack of layers."""
+        """Returns the true sequence length of a stack of layers."""
         if stack not in self.lengths:
             raise ends_missing(stack, "the first of its layers has not run")
         return self.lengths[stack]
@@ -204,7 +204,7 @@ class ForwardState:
 
 
 def ends_missing(stack: str, what: str) -> LayoutError:
-    """Error for a stack of layers whose first or last layer does not run."""
+    """Returns the error for a stack of layers whose first or last layer does not run."""
     return LayoutError(
         f"{stack} does not run from its first layer to its last with sequence parallelism: {what}",
         why="the first layer splits the sequence over tp, and the last one gathers it",

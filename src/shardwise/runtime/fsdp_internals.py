@@ -41,12 +41,12 @@ _REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # tor
 
 
 def units_of(root: nn.Module) -> list[FSDPModule]:
-    """FSDP2 units (`FSDPModule`) in `root`, including `root`."""
+    """Returns the FSDP2 units (`FSDPModule`) in `root`, including `root`."""
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
 def _groups(unit: FSDPModule) -> list[Any]:
-    """The `FSDPParamGroup`s of a unit."""
+    """Returns the `FSDPParamGroup`s of a unit."""
     state = unit._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [group for group in groups if group is not None]
@@ -60,13 +60,13 @@ def _fsdp_params(root: nn.Module) -> Iterator[Any]:
 
 
 def _gathered(fsdp_param: Any) -> nn.Parameter | None:
-    """The gathered parameter; None before the first forward."""
+    """Returns the gathered parameter; None before the first forward."""
     parameter: nn.Parameter | None = getattr(fsdp_param, "_unsharded_param", None)
     return parameter
 
 
 def free(unit: FSDPModule) -> None:
-    """Frees a unit's gathered parameters, so that its modules hold the sharded ones again."""
+    """Frees the gathered parameters of an FSDP2 unit, so that its modules hold the sharded ones again."""
     groups = _groups(unit)
     if not all(group.is_sharded for group in groups):
         for group in groups:
@@ -84,7 +84,7 @@ def free_after_evaluation(root: nn.Module, *_: Any) -> None:
 
 
 def gathered_parameters(root: nn.Module) -> set[nn.Parameter]:
-    """The unsharded parameters that modules hold while units are gathered."""
+    """Returns the unsharded parameters that modules hold while units are gathered."""
     return {parameter for each in _fsdp_params(root) if (parameter := _gathered(each)) is not None}
 
 
@@ -144,7 +144,7 @@ def _carry_over_requires_grad(group: Any) -> None:
 
 
 def run_as_root(root: nn.Module, parts: Iterable[nn.Module]) -> None:
-    """Runs FSDP2's root hooks of `root` around a call of one of `parts` outside of a forward of `root`.
+    """Makes a call of one of `parts` outside of a forward of `root` run FSDP2's root hooks of `root`.
 
     See [Note: a part called alone]. Call this after FSDP2 has installed its hooks.
     """
@@ -224,7 +224,7 @@ class UnusedParameters:
         self.has_reduced |= is_reduced
 
     def used(self) -> list[bool]:
-        """Whether this rank has used each parameter. Ranks sum these values."""
+        """Returns whether this rank has used each parameter. Ranks sum these values."""
         return [number in self._used for number in range(len(self._fsdp_params))]
 
     def settle(self, counts: Tensor) -> None:

@@ -25,7 +25,9 @@ from shardwise.runtime.arguments import Arguments, argument_names
 
 
 def cache_of(arguments: Mapping[str, Any]) -> Any:
-    """The cache among a forward's arguments; None without one. transformers 5.24 renamed the argument to `cache`."""
+    """Returns the cache among a forward's arguments; None without one. transformers 5.24 renamed the argument to
+    `cache`.
+    """
     return next((arguments[name] for name in ("cache", "past_key_values") if arguments.get(name) is not None), None)
 
 
@@ -62,7 +64,7 @@ _CARRIED = "_shardwise_host_mask"
 
 @dataclass(eq=False)
 class HostMask:
-    """Facts about the rows of a batch that the host knows.
+    """The attention mask of a batch, and what the host knows of it without reading the device.
 
     Attributes:
         mask: bool [rows, length], the forward's `attention_mask`: False at padding.
@@ -94,7 +96,7 @@ def take_host_masks(model: nn.Module) -> bool:
 
 
 def can_take_host_masks(model: nn.Module) -> TypeGuard[PreTrainedModel]:
-    """Whether the model uses transformers' SDPA attention and mask functions, and no attention of its own."""
+    """Returns whether the model uses transformers' SDPA attention and mask functions, and no attention of its own."""
     config = getattr(model, "config", None)
     if not isinstance(model, PreTrainedModel) or config is None or config.is_encoder_decoder:
         return False
@@ -138,7 +140,7 @@ def read_host_mask(batch: Mapping[str, Any], device: torch.device) -> HostMask |
 
 
 def host_mask_of(batch: Mapping[str, Any]) -> HostMask | None:
-    """The `HostMask` that `batch`'s attention mask carries; None if it carries none."""
+    """Returns the `HostMask` that `batch`'s attention mask carries; None if it carries none."""
     return getattr(batch.get("attention_mask"), _CARRIED, None)
 
 

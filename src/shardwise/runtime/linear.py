@@ -65,7 +65,9 @@ class RowSplit:
     _adapts: bool = False
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
-        """x: `[..., in]`, per rank `[..., in / tp]`; options: arguments of PEFT's forward. Returns `[..., out]`."""
+        """Computes this rank's output. x: `[..., in]`, per rank `[..., in / tp]`; options: arguments of PEFT's forward.
+        Returns `[..., out]`.
+        """
         context, axis, module = self._split, self._axis, cast(nn.Module, self)
         linear = unwrapped(module) if self._adapts else module
         if self._input_sizes is not None:
@@ -86,7 +88,7 @@ class RowSplit:
         return mark_full_gradient(out if bias is None else out + bias, context, axis)
 
     def _product(self, x: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
-        """Product of this rank's features, plus `bias`."""
+        """Returns the product of this rank's features, plus `bias`."""
         if self._bias is None:
             return F.linear(x, self.weight, bias)  # type: ignore[attr-defined]
         factor = None if self._reduces else 0 if self._axis.coord else 1
@@ -116,7 +118,7 @@ def _combined(mixin: Any, base: Any) -> type:
 
 
 def check_index(valid: Tensor, rule: str, say: Callable[[], str]) -> None:
-    """Raises if `valid` is false.
+    """Raises IndexError if `valid` is false; on a GPU an assertion on the device, without a host read.
 
     Args:
         valid: bool scalar. A fake tensor is not checked.

@@ -21,7 +21,8 @@ _KEEPING = frozenset({"transpose", "permute", "contiguous"})
 
 
 def install_sliced(module: nn.Module, argument: str, *, dim: int, num_heads: int, enters: bool, axis: Axis) -> None:
-    """Passes `module` only this rank's slice of an input: features if `dim` is the last dim, else heads.
+    """Passes `module` only this rank's slice of the input called `argument`: features if `dim` is the last dim, else
+    heads.
 
     Heads may repeat along the dim once per sequence.
 
@@ -36,7 +37,7 @@ def install_sliced(module: nn.Module, argument: str, *, dim: int, num_heads: int
 
 
 def own_slice(x: Tensor, dim: int, num_heads: int, axis: Axis) -> Tensor:
-    """This rank's slice of an input (see `install_sliced`). Communicates nothing."""
+    """Returns this rank's slice of an input (see `install_sliced`). Communicates nothing."""
     if dim == x.ndim - 1:
         sizes = axis.even_sizes(x.shape[dim])
         return x.narrow(dim, sum(sizes[: axis.coord]), sizes[axis.coord])
@@ -48,7 +49,7 @@ def own_slice(x: Tensor, dim: int, num_heads: int, axis: Axis) -> Tensor:
 
 
 def install_local_shapes(module: nn.Module, argument: str, axis: Axis) -> None:
-    """Makes the input called `argument` report 1 / size of its last dim to `module`."""
+    """Makes `module` see the last dim of its input `argument` as 1 / (number of ranks) of its real size."""
     change_arguments(module, [argument], lambda x: _with_local_size(x, x.shape[-1] // axis.size))
 
 
@@ -72,7 +73,7 @@ class _LocalShapeTensor(Tensor):
 
 
 def _with_last(sizes: Any, x_local: _LocalShapeTensor, args: Any, kwargs: Any) -> Any:
-    """Result of a size query, with the local size for the last dim."""
+    """Returns the result of a size query, with the local size for the last dim."""
     dim = args[0] if args else kwargs.get("dim")
     if dim is None:
         return torch.Size((*sizes[:-1], x_local._local_size))

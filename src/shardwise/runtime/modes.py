@@ -15,12 +15,14 @@ from shardwise.errors import UnsupportedError
 
 
 def is_in_backward() -> bool:
-    """Whether autograd is running a backward, in which checkpointing recomputes forwards."""
+    """Returns whether autograd is running a backward, in which checkpointing recomputes forwards."""
     return torch._C._current_graph_task_id() >= 0
 
 
 def is_checkpointed() -> bool:
-    """Whether the forward runs inside `torch.utils.checkpoint`, except the first one of reentrant checkpointing."""
+    """Returns whether the forward runs inside `torch.utils.checkpoint`, except the first one of reentrant
+    checkpointing.
+    """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return is_in_backward() or (hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint")
 
@@ -47,7 +49,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def has_dropout(source: nn.Module | PreTrainedConfig) -> bool:
-    """Whether a model draws random numbers in training, judged by its modules and its config."""
+    """Returns whether a model draws random numbers in training, judged by its modules and its config."""
     owners: list[object] = [source]
     if isinstance(source, nn.Module):
         owners = [*source.modules(), *([source.config] if getattr(source, "config", None) else [])]

@@ -23,7 +23,7 @@ _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_
 def compute_norm(
     formula: NormFormula, module: Any, x: Tensor, *, gate: Tensor | None, moments: Moments | None = None
 ) -> Tensor:
-    """Norm of `x` by `formula`, with the module's weight, bias and epsilon.
+    """Returns the norm of `x` by `formula`, with the module's weight, bias and epsilon.
 
     Args:
         x: `[..., features]`, any floating dtype.
@@ -47,7 +47,9 @@ def compute_norm(
 
 
 def moments_of(values: Tensor, *, centered: bool) -> tuple[Tensor | None, Tensor]:
-    """Mean (None unless `centered`) and mean squared deviation, both `[..., 1]`, of `values` `[..., features]`."""
+    """Returns the mean (None unless `centered`) and mean squared deviation, both `[..., 1]`, of `values` `[...,
+    features]`.
+    """
     if not centered:
         return None, values.pow(2).mean(-1, keepdim=True)
     variance, mean = torch.var_mean(values, -1, correction=0, keepdim=True)
@@ -73,7 +75,7 @@ class SplitNorm:
         return compute_norm(self._formula, self, x, gate=gate, moments=self._moments)
 
     def _moments(self, values: Tensor, *, centered: bool) -> tuple[Tensor | None, Tensor]:
-        """`moments_of` the features of all ranks.
+        """Computes `moments_of` the features of all ranks.
 
         The variance of a layer norm is merged from the ranks' own deviations. The mean square minus the squared mean
         would lose all digits if the mean is large.
@@ -134,7 +136,7 @@ def _not_a_norm(module: nn.Module) -> UnsupportedError:
 
 
 def epsilon_of(module: object) -> float:
-    """Epsilon of a norm module; 0 if it has none."""
+    """Returns the epsilon of a norm module; 0 if it has none."""
     for name in _EPSILON_NAMES:
         value = getattr(module, name, None)
         if isinstance(value, float):

@@ -20,7 +20,7 @@ from shardwise.runtime.region_edges import cut
 def install_outputs(
     module: nn.Module, context: SplitContext, axis: Axis, *, stacks: Collection[str], num_heads: Collection[int]
 ) -> None:
-    """Makes `module` return full hidden states and attention weights. Their gradients are full too.
+    """Makes `module` return full hidden states and attention weights, whose gradients are full too.
 
     Args:
         stacks: names of the stacks inside `module` that are split along the sequence.
@@ -64,7 +64,7 @@ def map_fields(output: Any, change: Callable[[str, Any], Any]) -> Any:
 
 
 def _full_attention(name: str, x: Tensor, num_heads: Collection[int], axis: Axis) -> Tensor:
-    """Attention weights `[batch, heads, queries, keys]` of all heads."""
+    """Returns the attention weights `[batch, heads, queries, keys]` of all heads."""
     here = x.shape[1] if x.ndim == 4 else 0
     is_full, is_part = here in num_heads, here * axis.size in num_heads
     if is_part != is_full:
@@ -79,7 +79,7 @@ def _full_attention(name: str, x: Tensor, num_heads: Collection[int], axis: Axis
 
 
 def _full_hidden(x: Tensor, lengths: Collection[int], axis: Axis) -> Tensor:
-    """Hidden state `[batch, sequence, hidden]` of the full sequence."""
+    """Returns the hidden state `[batch, sequence, hidden]` of the full sequence."""
     here = x.shape[1]
     of_part = {length for length in lengths if here == -(-length // axis.size)}
     if not of_part:

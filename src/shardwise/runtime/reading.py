@@ -65,7 +65,7 @@ class Casting:
 
 
 def cast_values(value: Any, dtype: torch.dtype) -> Any:
-    """Casts the floating-point tensors in `value`, also inside tuples, lists and dicts, not in other objects."""
+    """Returns `value` with its floating-point tensors cast to `dtype`. Looks only into tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if type(value) in (tuple, list):

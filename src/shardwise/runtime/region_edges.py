@@ -143,7 +143,7 @@ def _install_rng(layer: nn.Module, context: SplitContext) -> None:
 
 
 def own_part(x: Tensor, axis: Axis) -> Tensor:
-    """This rank's part of the sequence of `x` `[batch, sequence, ...]` or `[tokens, hidden]`, padded."""
+    """Returns this rank's part of the sequence of `x` `[batch, sequence, ...]` or `[tokens, hidden]`, padded."""
     dim = sequence_dim(x)
     padded = pad(x, dim, axis.size)
     return split_full(padded, axis.group, dim=dim, sizes=axis.even_sizes(padded.shape[dim]))
@@ -159,13 +159,13 @@ def sequence_dim(x: Tensor) -> int:
 
 
 def pad(x: Tensor, dim: int, size: int) -> Tensor:
-    """`x` padded with zeros along `dim` to a multiple of `size`."""
+    """Returns `x` padded with zeros along `dim` to a multiple of `size`."""
     missing = -x.shape[dim] % size
     return F.pad(x, [0, 0] * (x.ndim - dim - 1) + [0, missing]) if missing else x
 
 
 def cut(x: Tensor, dim: int, length: int) -> Tensor:
-    """`x` without what exceeds `length` along `dim`."""
+    """Returns the first `length` elements of `x` along `dim`."""
     return x.narrow(dim, 0, length).contiguous() if x.shape[dim] != length else x
 
 
@@ -204,7 +204,7 @@ class TensorEdge:
         return x_full
 
     def shape(self, x: Tensor) -> tuple[int, ...]:
-        """Shape of `leave(x)`."""
+        """Returns the shape of `leave(x)`."""
         return tuple(x.shape)
 
 
@@ -230,7 +230,7 @@ class SequenceEdge(TensorEdge):
         return self._gather(x, 1 if self._context.state.rows else 0)
 
     def leave(self, x: Tensor) -> Tensor:
-        """This rank's part of the sum of the ranks' partial results `x`.
+        """Returns this rank's part of the sum of the ranks' partial results `x`.
 
         Communicates: over tp, one reduce-scatter in forward and one all-gather of the gradient in backward.
         """
@@ -241,11 +241,11 @@ class SequenceEdge(TensorEdge):
         return scatter_from_region(pad(x, dim, self.axis.size), self.axis.group, dim=dim)
 
     def outside(self, x_full: Tensor) -> Tensor:
-        """This rank's part of the sequence of `x_full`."""
+        """Returns this rank's part of the sequence of `x_full`."""
         return own_part(x_full, self.axis)
 
     def shape(self, x: Tensor) -> tuple[int, ...]:
-        """Shape of `leave(x)`, a part of the sequence."""
+        """Returns the shape of `leave(x)`, a part of the sequence."""
         shape, rows = list(x.shape), self._context.state.rows
         if x.ndim == 2 and rows:
             shape[0] = rows * -(-shape[0] // rows // self.axis.size)
@@ -258,7 +258,7 @@ class SequenceEdge(TensorEdge):
         return self._context.state.length_of(self.stack)
 
     def _gather(self, x: Tensor, dim: int) -> Tensor:
-        """Full sequence of `x`. The gradient inside the region is partial."""
+        """Returns the full sequence of `x`. The gradient inside the region is partial."""
         if x.is_floating_point():
             x_full = gather_to_region(x, self.axis.group, dim=dim)
         else:
@@ -279,7 +279,9 @@ class SequenceEdge(TensorEdge):
 
 
 def edge_of(context: SplitContext, stack: str | None) -> TensorEdge:
-    """Edge of the regions in the stack of layers `stack`, split along the sequence; None: full hidden states."""
+    """Returns the edge of the regions in the stack of layers `stack`, split along the sequence; None: full hidden
+    states.
+    """
     return TensorEdge(context) if stack is None else SequenceEdge(context, stack)
 
 
@@ -330,12 +332,12 @@ def mark_full_gradient(x: Tensor, context: SplitContext, axis: Axis) -> Tensor:
 
 
 def _ends_with(x: Any, sums: Sequence[Sum]) -> bool:
-    """Whether the region's output `x` is its sum."""
+    """Returns whether the region's output `x` is its sum."""
     return len(sums) == 1 and sums[0].factor is not None and sums[0].x is x and sums[0].version == x._version
 
 
 def _rescale_to_partial(x: Tensor, sums: Sequence[Sum]) -> Tensor:
-    """Output of a region that continues after its `sums`, with gradients made partial."""
+    """Returns the output of a region that continues after its `sums`, with gradients made partial."""
     if _ends_with(x, sums):
         return x
     for each in sums:
@@ -345,7 +347,7 @@ def _rescale_to_partial(x: Tensor, sums: Sequence[Sum]) -> Tensor:
 
 
 def with_own_sums(own: Callable[..., Any], context: SplitContext, args: Any, kwargs: Any) -> Any:
-    """Calls `own`, the forward of a compiled or recomputed region, with its own record of sums.
+    """Calls `own`, the forward of a compiled or recomputed region, with a separate list of sums.
 
     Such code must not record sums outside of itself, so the region ends here.
     """
@@ -426,7 +428,7 @@ class _EndCheck:
         return self
 
     def begin(self, module: nn.Module, arguments: Arguments) -> list[Sum] | None:
-        """List in which this call's sums are recorded; None if calls of this kind end with their sum."""
+        """Returns the list in which this call's sums are recorded; None if calls of this kind end with their sum."""
         if torch.compiler.is_compiling() or self._context.is_compiled:
             return []
         call = module.training, tuple(name for name, value in arguments.items() if value is not None)

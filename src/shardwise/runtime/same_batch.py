@@ -102,14 +102,18 @@ def agree_over_data(
 
 
 def call_fingerprint(context: SplitContext, also: Mapping[str, Any]) -> dict[str, str]:
-    """Facts other than the rows that must be equal on all ranks, as text by name: `also`, autocast, optimizer steps."""
+    """Returns the facts other than the rows that must be equal on all ranks, as text by name: `also`, autocast,
+    optimizer steps.
+    """
     autocast = torch.is_autocast_enabled(context.device.type) and torch.get_autocast_dtype(context.device.type)
     described = {name: repr(value) for name, value in also.items()} | {"torch.autocast": str(autocast)}
     return described | describe_steps(context)
 
 
 def describe_steps(context: SplitContext) -> dict[str, str]:
-    """The log of optimizer steps, as text by name. Empty with pipeline stages, whose ranks have unlike parameters."""
+    """Returns the log of optimizer steps, as text by name. Empty with pipeline stages, whose ranks have unlike
+    parameters.
+    """
     return {_STEPS: str(context.steps)} if context.same_rows is None else {}
 
 

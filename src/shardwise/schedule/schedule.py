@@ -13,7 +13,7 @@ from shardwise.errors import ConfigError, counted, did_you_mean
 
 
 class Kind(Enum):
-    """Kind of computation. `B` is `I` and `W` at once. Separately, `W` can fill idle time."""
+    """Kind of computation. `B` computes `I` and `W` together. Computed separately, `W` can fill idle time."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -126,7 +126,9 @@ class Schedule:
         return self.most_held(dict.fromkeys(self.rank_of, 1))
 
     def most_held(self, sizes: Mapping[int, int]) -> tuple[int, ...]:
-        """Maximum memory that every rank holds at once, given the size of an activation of each stage (default 0)."""
+        """Returns the maximum memory that every rank holds at once, given the size of an activation of each stage
+        (default 0).
+        """
         return tuple(
             max(accumulate(_HELD[action.kind] * sizes.get(action.stage, 0) for action in actions))
             for actions in self.actions
@@ -153,14 +155,14 @@ class Rank:
 
 
 def gpipe(at: Rank) -> Iterator[Step]:
-    """All forwards, then all backwards. Source: GPipe, arXiv 1811.06965."""
+    """Yields all forwards, then all backwards. Source: GPipe, arXiv 1811.06965."""
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         for microbatch in range(at.num_microbatches):
             yield Action(at.stages[0], kind, microbatch)
 
 
 def looped_bfs(at: Rank) -> Iterator[Step]:
-    """Yields the steps of a rank: all microbatches through one stage, then all through its next; backward in reverse.
+    """Yields all microbatches through one stage of a rank, then all through its next; backward in reverse.
 
     Source: Breadth-First Pipeline Parallelism, arXiv 2211.05953.
     """
@@ -170,7 +172,7 @@ def looped_bfs(at: Rank) -> Iterator[Step]:
 
 
 def one_f_one_b(at: Rank) -> Iterator[Step]:
-    """As many forwards as there are ranks after it, then alternating forwards and backwards.
+    """Yields as many forwards as there are ranks after it, then alternating forwards and backwards.
 
     Source: PipeDream-Flush, in arXiv 2104.04473, section 2.2.
     """
@@ -178,7 +180,7 @@ def one_f_one_b(at: Rank) -> Iterator[Step]:
 
 
 def interleaved_1f1b(at: Rank) -> Iterator[Step]:
-    """1F1B with several stages per rank: a round of microbatches through one, then through the next.
+    """Yields 1F1B with several stages per rank: a round of microbatches through one, then through the next.
 
     Source: arXiv 2104.04473, section 2.2; here a round may have more than `pp_size` microbatches.
     """
@@ -186,7 +188,7 @@ def interleaved_1f1b(at: Rank) -> Iterator[Step]:
 
 
 def interleaved_zero_bubble(at: Rank) -> Iterator[Step]:
-    """Interleaved 1F1B with a split backward: the gradients of weights are delayed by `at.rank` backwards.
+    """Yields interleaved 1F1B with a split backward: the gradients of weights are delayed by `at.rank` backwards.
 
     Source: ZB-H1 in arXiv 2401.10241, with several stages per rank.
     """
@@ -201,7 +203,7 @@ def interleaved_zero_bubble(at: Rank) -> Iterator[Step]:
 
 
 def zbv(at: Rank) -> Iterator[Step]:
-    """Stages form a V. After the warm-up a rank never waits if F, I and W take equally long.
+    """Yields ZBV: stages form a V, and after the warm-up a rank never waits if F, I and W take equally long.
 
     Source: ZB-V in arXiv 2401.10241, section 6.
     """
@@ -222,7 +224,8 @@ def zbv(at: Rank) -> Iterator[Step]:
 
 
 def dualpipev(at: Rank) -> Iterator[Step]:
-    """Stages form a V, and each forward in the middle is paired with a backward of the rank's other stage.
+    """Yields DualPipeV: stages form a V, and each forward in the middle is paired with a backward of the rank's other
+    stage.
 
     Source: DualPipe of DeepSeek-V3, arXiv 2412.19437, cut in half. DualPipe's ranks hold two copies of their stages and
     feed microbatches from both ends; one half works alone (Sea AI Lab, "Cut-in-half").
@@ -247,7 +250,9 @@ def dualpipev(at: Rank) -> Iterator[Step]:
 
 
 def num_rounds(pp_size: int, num_microbatches: int) -> int:
-    """Number of rounds of interleaved schedules: rounds of `pp_size` microbatches or more, or a single one."""
+    """Returns the number of rounds of interleaved schedules:
+    rounds of `pp_size` microbatches or more, or a single one.
+    """
     return max(1, num_microbatches // pp_size)
 
 
@@ -329,7 +334,7 @@ SCHEDULES = tuple(_FAMILIES)  # the names of all schedules
 def build_schedule(
     name: str, *, pp_size: int, num_microbatches: int, num_stages_per_rank: int | None = None
 ) -> Schedule:
-    """The schedule called `name`.
+    """Returns the schedule called `name`.
 
     Args:
         num_stages_per_rank: default: the minimum of the schedule.

@@ -23,7 +23,7 @@ class Span:
 
     @property
     def length(self) -> float:
-        """Duration."""
+        """Time that the action takes."""
         return self.end - self.start
 
 
@@ -40,7 +40,7 @@ class Timeline:
 
     @property
     def duration(self) -> float:
-        """Duration of the step."""
+        """Time from the start of the step to the end of its last action, in the unit of the spans."""
         return max(row[-1].end for row in self.spans)
 
     @property
@@ -50,7 +50,9 @@ class Timeline:
 
 
 def chrome_trace(timelines: Mapping[str, Timeline]) -> str:
-    """JSON of timelines by name, for chrome://tracing or Perfetto: one track per rank, times in microseconds."""
+    """Returns the JSON of timelines by name, for chrome://tracing or Perfetto: one track per rank, times in
+    microseconds.
+    """
     events: list[dict[str, Any]] = []
     for process, (name, shown) in enumerate(timelines.items()):
         events.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}})
@@ -92,7 +94,7 @@ def timeline(schedule: Schedule, lengths: Mapping[Action, float] | None = None) 
 
 
 def _input_of(action: Action, num_stages: int) -> _Output:
-    """Output that `action` needs: for a backward the next stage's backward, or the last stage's forward."""
+    """Returns the output that `action` needs: for a backward the next stage's backward, or the last stage's forward."""
     if action.kind is Kind.FORWARD:
         return (True, action.stage - 1, action.microbatch)
     if action.kind is Kind.BACKWARD_WEIGHT:
@@ -174,7 +176,7 @@ def describe_schedule(shown: Timeline) -> str:
 
 
 def _sizes(timeline: Timeline) -> tuple[float, int]:
-    """Duration of the shortest action, and length of the longest action name."""
+    """Returns the duration of the shortest action, and length of the longest action name."""
     spans = [span for row in timeline.spans for span in row]
     return min(span.length for span in spans if span.length > 0), max(len(str(span.action)) for span in spans)
 

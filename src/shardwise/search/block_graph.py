@@ -101,7 +101,8 @@ class BlockGraph:
         return found
 
     def sliced_inputs(self, entries: Mapping[str, str]) -> dict[str, int]:
-        """Inputs of modules of which every rank needs its own part, heads or features: `module.argument` to the dim.
+        """Returns the inputs of modules of which every rank needs its own part, heads or features: `module.argument` to
+        the dim.
 
         An example is a bias that the model computes once for all heads, such as ALiBi's. It is split at or below the
         entries if it passes one, else where it first occurs.
@@ -120,7 +121,8 @@ class BlockGraph:
         return found
 
     def added(self, entry: str) -> tuple[str, ...]:
-        """Parameters that are added to the partial sum after the row products, so that every rank would add them.
+        """Returns the parameters that are added to the partial sum after the row products, so that every rank would add
+        them.
 
         With the row products at zero, the output is linear in them and in nothing else: by Euler's theorem, the
         gradients times the values add up to the output.
@@ -144,19 +146,19 @@ class BlockGraph:
         return ()
 
     def bypassing_identities(self, entry: str) -> tuple[str, ...]:
-        """Identity modules inside that add full features to the partial sum (experts without weights)."""
+        """Returns the identity modules inside that add full features to the partial sum (experts without weights)."""
         outputs, zeroed = self._zeroed_outputs(entry), self.layer.with_zeroed_outputs
         calls = (call for call in (zeroed.calls if zeroed else ()) if is_within(parent_of(call.fqn), (entry,)))
         identities = (call for call in calls if isinstance(self.model.get_submodule(call.fqn), nn.Identity))
         return tuple(dict.fromkeys(call.fqn for call in identities if depends(outputs, call.inputs)))
 
     def _zeroed_outputs(self, entry: str) -> list[Tensor]:
-        """Outputs of `entry` with the row products at zero."""
+        """Returns the outputs of `entry` with the row products at zero."""
         zeroed = self.layer.with_zeroed_outputs
         return [value for call in (zeroed.calls if zeroed else ()) if call.fqn == entry for value in call.outputs[:1]]
 
     def _entry_owners(self) -> set[str]:
-        """Modules whose split weights multiply full features."""
+        """Returns the modules whose split weights multiply full features."""
         owners = set()
         for use in self.layer.uses:
             required = self.required_indices.get(use.parameter)
@@ -166,7 +168,7 @@ class BlockGraph:
         return owners
 
     def _can_be_entered(self, module: str) -> bool:
-        """Whether a region can begin at a module. Inputs may bypass it unless its whole output is summed."""
+        """Returns whether a region can begin at a module. Inputs may bypass it unless its whole output is summed."""
         bypassing = self.bypassing_inputs(module) if self.facts.modules[module].kind != "list" else None
         if not bypassing:
             return bypassing is not None
@@ -181,7 +183,7 @@ class BlockGraph:
         return any(is_within(product.module, (module,)) for product in self.bare)
 
     def _depends_on_split(self, value: Tensor) -> bool:
-        """Whether `value` is computed from parameters that the block splits."""
+        """Returns whether `value` is computed from parameters that the block splits."""
         split = [self.layer.parameters[name] for name in self.required_indices]
         return depends([value], [parameter for parameter in split if parameter.requires_grad])
 
@@ -194,12 +196,12 @@ class BlockGraph:
         return size % period == 0 and list(required.ranks) == expected
 
     def _input_needs(self, value: Tensor) -> RequiredIndices | None:
-        """What each rank needs of an input, along the first dim where ranks differ; None if there is none."""
+        """Returns what each rank needs of an input, along the first dim where ranks differ; None if there is none."""
         found = (self._needs(value, dim) for dim in range(value.ndim))
         return next((required for required in found if required is not None and required.is_split), None)
 
     def _part(self, tensor: Tensor, dim: int) -> Fraction | None:
-        """The part of a dim that a rank depends on; None if a rank depends on nothing."""
+        """Returns the part of a dim that a rank depends on; None if a rank depends on nothing."""
         required = self._needs(tensor, dim)
         if required is None:
             return None
@@ -208,7 +210,7 @@ class BlockGraph:
         return Fraction(len(required.ranks[0]), len(required.needed))
 
     def _needs(self, tensor: Tensor, dim: int) -> RequiredIndices | None:
-        """The indices that each rank depends on; None if a rank depends on none."""
+        """Returns the indices that each rank depends on; None if a rank depends on none."""
         masks = self._masks.get(id(tensor), [])
         required = RequiredIndices.along(dim % tensor.ndim, masks) if len(masks) == self.num_parts else None
         return required if required is not None and all(required.ranks) else None
@@ -229,7 +231,7 @@ class BlockGraph:
 
 
 def _united(products: Sequence[RowProduct]) -> dict[str, RequiredIndices]:
-    """What each rank must hold for all row products together."""
+    """Returns what each rank must hold for all row products together."""
     found: dict[str, RequiredIndices] = {}
     for product in products:
         for name, required in product.required_indices.items():

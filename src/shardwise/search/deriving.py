@@ -49,7 +49,7 @@ class Candidate:
 
 
 def widen_regions(candidate: Candidate) -> Plan:
-    """Widens regions that end at their output, or are in a list inside of a layer (experts), to the module around.
+    """Moves the edges of regions that end at their output, or are in a list of experts, to the module around them.
 
     Other splits inside become part of the region: one collective in each direction instead of one each, and tokens are
     routed on the full sequence, the same on every rank. A layer or a list itself is no such module.
@@ -67,13 +67,15 @@ def widen_regions(candidate: Candidate) -> Plan:
 
 
 def _list_around(module: str, facts: ModelFacts) -> str:
-    """The outermost list inside of a layer that contains `module`; "" if there is none."""
+    """Returns the outermost list inside of a layer that contains `module`; "" if there is none."""
     lists = [name for name in upwards(parent_of(module)) if facts.modules[name].kind == "list"]
     return next((name for name in reversed(lists) if facts.layer_of(name)), "")
 
 
 def fuse_reductions(candidate: Candidate, layers: Sequence[Layer]) -> Plan:
-    """Defers reductions to later ones of the same layer (as in `sequence_plans`) if both results are only added."""
+    """Adds rules that replace two reductions of one layer by one if the layer only adds their results (see
+    `sequence_plans`).
+    """
     plan, split = candidate.plan, candidate.split
     rules: list[Rule] = []
     for layer in layers:
@@ -87,7 +89,7 @@ def fuse_reductions(candidate: Candidate, layers: Sequence[Layer]) -> Plan:
 
 
 def _is_left(module: str, split: SplitPlan, layer: str) -> bool:
-    """Whether a region ends at `module`: its output is reduced, or it is a row-split module of a region."""
+    """Returns whether a region ends at `module`: its output is reduced, or it is a row-split module of a region."""
     if not is_within(parent_of(module), (layer,)):
         return False
     summed = [region.fqn for region in split.regions if region.edge == "output" and is_within(module, (region.fqn,))]
@@ -116,7 +118,7 @@ NO_RULES = Plan(())
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model whose plan is searched, its tiny model, and the trial of plans on it."""
+    """A model for which a plan is searched, its tiny model, and the trial that runs plans on the tiny model."""
 
     model: PreTrainedModel
     tiny: PreTrainedModel
@@ -138,7 +140,7 @@ def build_subject(model: nn.Module, *, num_parts: int, is_deep: bool = False) ->
 
 
 def search_plan(subject: Subject, declared: Plan, *, sequence_parallel: bool = False, given: Plan = NO_RULES) -> Plan:
-    """Finds the rules that split most of a model and compute the same, tried on simulated ranks.
+    """Finds the plan that splits most of a model and computes the same as the unsplit model on simulated ranks.
 
     Args:
         declared: known rules; the result includes them if they pass.
@@ -278,7 +280,7 @@ class _Search:
                 yield plan
 
     def _vocabulary(self) -> Plan:
-        """Rules that split embedding and head by vocabulary, or the one of them that passes."""
+        """Returns the rules that split embedding and head by vocabulary, or the one of them that passes."""
         both = vocabulary_plan(self._facts)
         choices = [both, *(Plan((rule,)) for rule in both.rules)]
         return next((plan for plan in choices if plan.rules and self._try(plan).passed), NO_RULES)
@@ -291,7 +293,7 @@ class _Search:
         return functools.reduce(operator.or_, map(self._first_that_passes, kinds.values()), NO_RULES)
 
     def _first_that_passes(self, alike: Sequence[Block]) -> Plan:
-        """The rules of blocks of one kind with the first guess that passes; none if no guess does."""
+        """Returns the rules of blocks of one kind with the first guess that passes; none if no guess does."""
         plans = [[plan for plan in block.plans if self._is_usable(plan)] for block in alike]
         reason, num_guesses = "", max(map(len, plans)) if all(plans) else 0
         guesses = ([own[min(index, len(own) - 1)] for own in plans] for index in range(num_guesses))
@@ -307,12 +309,12 @@ class _Search:
         return NO_RULES
 
     def _is_usable(self, plan: Plan) -> bool:
-        """Whether the plan works at the requested model's sizes."""
+        """Returns whether the plan works at the requested model's sizes."""
         return self._model is None or all(rule.is_for_any_size for rule in plan.rules)
 
 
 def _eager(tiny: PreTrainedModel) -> nn.Module:
-    """Copy with eager attention and experts, whose graph shows every dependence."""
+    """Returns a copy with eager attention and experts, whose graph shows every dependence."""
     eager = copy.deepcopy(tiny)
     for choose in ("set_attn_implementation", "set_experts_implementation"):
         with suppress(AttributeError, ValueError):  # it has no such choice: what it has is what is watched
@@ -326,7 +328,9 @@ def _gathers(split: SplitPlan) -> bool:
 
 
 def vocabulary_plan(facts: ModelFacts) -> Plan:
-    """Plan that splits input and output embeddings by vocabulary. Declared plans often omit these large weights."""
+    """Returns the plan that splits input and output embeddings by vocabulary. Declared plans often omit these large
+    weights.
+    """
     reason = "embeddings split by vocabulary, of any size"
     rules = []
     if facts.embedding and facts.modules[facts.embedding].kind == "embedding":
@@ -337,7 +341,7 @@ def vocabulary_plan(facts: ModelFacts) -> Plan:
 
 
 def with_reasons(candidate: Candidate, reasons: Mapping[str, str]) -> Plan:
-    """The candidate's plan with a reason for each matrix in layers that no rule names."""
+    """Returns the candidate's plan with a reason for each matrix in layers that no rule names."""
     rules = [
         ParameterRule(fqn, "replicate", source="structure", reason=reasons[fqn])
         for fqn, planned in candidate.split.parameters.items()
@@ -350,7 +354,9 @@ def with_reasons(candidate: Candidate, reasons: Mapping[str, str]) -> Plan:
 
 
 def check_share(name: str, candidate: Candidate, reasons: Mapping[str, str], reached: Collection[str]) -> None:
-    """Raises if the best plan splits almost nothing of the layers. `reached`: the parameters that have a gradient."""
+    """Raises `PlanError` if the best plan splits almost nothing of the layers. `reached`: the parameters that have a
+    gradient.
+    """
     parameters, layer_of = candidate.split.parameters, candidate.facts.layer_of
     used = [planned for fqn, planned in parameters.items() if layer_of(fqn) is not None and fqn in reached]
     share = split_share(used)
@@ -373,7 +379,7 @@ def check_share(name: str, candidate: Candidate, reasons: Mapping[str, str], rea
 
 
 def unplanned_error(name: str, num_parts: int, verdict: Verdict) -> PlanError:
-    """Error for the model `name`, whose code fails in trials."""
+    """Returns the error for the model `name`, whose code fails in trials."""
     return PlanError(
         f"{name} cannot be planned over tp={num_parts}",
         at=verdict.module or None,
@@ -383,7 +389,7 @@ def unplanned_error(name: str, num_parts: int, verdict: Verdict) -> PlanError:
 
 
 def no_plan_error(name: str, verdicts: Sequence[Verdict], *, num_parts: int, sequence_parallel: bool) -> PlanError:
-    """Error for the model `name`, for which no plan passed."""
+    """Returns the error for the model `name`, for which no plan passed."""
     informative = [each for each in verdicts if not each.lacks_stack] or verdicts
     at = star_numbers(next((each.module for each in informative if each.module), ""))
     where, fix = f"over tp={num_parts}", "use a layout without tp"
@@ -400,7 +406,7 @@ def no_plan_error(name: str, verdicts: Sequence[Verdict], *, num_parts: int, seq
 
 
 def given_rules_error(name: str, verdicts: Sequence[Verdict], *, num_parts: int) -> PlanError:
-    """Error for user rules with which no plan passes, although one passes without them."""
+    """Returns the error for user rules with which no plan passes, although one passes without them."""
     failed = next(verdict for verdict in verdicts if not verdict.passed)
     return PlanError(
         f"the rules given for {name} give other results than the unsplit model over tp={num_parts}",
@@ -411,7 +417,7 @@ def given_rules_error(name: str, verdicts: Sequence[Verdict], *, num_parts: int)
 
 
 def _lines(found: Iterable[tuple[str, str]]) -> str:
-    """One line per reason, with the names that have it."""
+    """Returns one line per reason, with the names that have it."""
     names: dict[str, dict[str, None]] = {}
     for name, reason in found:
         names.setdefault(reason, {})[star_numbers(name)] = None

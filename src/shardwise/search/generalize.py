@@ -47,7 +47,8 @@ _Suffixed = tuple[str, Rule]  # A rule of a layer, and what follows the layer's 
 
 
 def generalize(plan: Plan, tiny: nn.Module, model: nn.Module) -> Plan:
-    """Converts `plan`, found on `tiny`, to `model`: each layer gets the rules of a layer of its kind in the tiny model.
+    """Converts `plan`, found on `tiny`, to a plan for `model`: each layer gets the rules of a layer of its kind in the
+    tiny model.
 
     This is the layer of the same name if it has the same kind, else the first of the kind. Lists inside of it (experts)
     may have other lengths. Rules that all layers of a stack share are written once, with `*` for the number. Rules
@@ -129,7 +130,7 @@ def _first(name: str) -> str:
 
 
 def _for_any_length(rules: list[_Suffixed], names: frozenset[str]) -> list[_Suffixed]:
-    """The rules of a layer, with `*` for the number in a list all of whose items have the same rule."""
+    """Returns the rules of a layer, with `*` for the number in a list all of whose items have the same rule."""
     arguments = {suffix.rpartition(".")[2] for suffix, rule in rules if isinstance(rule, InputRule)}
     held = names | {f"{name}.{argument}" for name in names for argument in arguments}
     without_rule = held.difference(suffix for suffix, _ in rules)
@@ -235,7 +236,7 @@ class RealSizes:
             logger.info("%s cannot be tried at its own sizes without values: %s", type(model).__name__, why)
 
     def run(self, plan: Plan, *, tiny: nn.Module, sequence_parallel: bool = False) -> Verdict:
-        """Whether each rank's part runs, split by a plan that was found on `tiny`.
+        """Returns whether each rank's part runs, split by a plan that was found on `tiny`.
 
         If that cannot be determined, the plan passes if ranks hold equal parts of every layer. With unequal parts,
         heads and features may disagree.
@@ -280,6 +281,6 @@ class RealSizes:
 
 
 def _uneven(decided: SplitPlan) -> list[str]:
-    """FQNs of parameters of which ranks hold different numbers of elements."""
+    """Returns the FQNs of parameters of which ranks hold different numbers of elements."""
     placements = {fqn: each.placement for fqn, each in decided.parameters.items()}
     return [fqn for fqn, each in placements.items() if isinstance(each, Split) and len(set(each.local_sizes)) > 1]

@@ -27,29 +27,29 @@ from shardwise.search.trace import Layer, Use, watch
 
 
 def gradients_of(total: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Gradients of a sum; None for an input on which it does not depend. Keeps the graph."""
+    """Returns the gradients of a sum; None for an input on which it does not depend. Keeps the graph."""
     if not total.requires_grad or not inputs:
         return [None] * len(inputs)
     return torch.autograd.grad(total, list(inputs), retain_graph=True, allow_unused=True)
 
 
 def depends(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
-    """Whether any output depends on any input."""
+    """Returns whether any output depends on any input."""
     return any(map(is_nonzero, gradients_of(weighted_sum(outputs), inputs)))
 
 
 def is_nonzero(gradient: Tensor | None) -> bool:
-    """Whether any element is not zero."""
+    """Returns whether any element is not zero."""
     return gradient is not None and bool(gradient.any())
 
 
 def weighted_sum(values: Sequence[Tensor]) -> Tensor:
-    """Sum of all elements with distinct weights, so that it depends on everything that they depend on."""
+    """Returns the sum of all elements with distinct weights, so that it depends on everything that they depend on."""
     return weighted_sums(values, 1)[0]
 
 
 def weighted_sums(values: Sequence[Tensor], num_parts: int) -> list[Tensor]:
-    """For every rank the weighted sum of its run of the last dim."""
+    """Returns for every rank the weighted sum of its run of the last dim."""
     totals = [torch.zeros(()) for _ in range(num_parts)]
     for value in values:
         weights = torch.rand(value.shape, generator=torch.Generator().manual_seed(1)) + 0.5
@@ -61,7 +61,7 @@ def weighted_sums(values: Sequence[Tensor], num_parts: int) -> list[Tensor]:
 
 
 def features_of(rank: int, size: int, num_parts: int) -> slice:
-    """A rank's run of `size` features."""
+    """Returns a rank's run of `size` features."""
     run = -(-size // num_parts)
     return slice(min(size, rank * run), min(size, (rank + 1) * run))
 
@@ -80,7 +80,9 @@ class RequiredIndices:
 
     @classmethod
     def along(cls, dim: int, masks: Sequence[Tensor]) -> "RequiredIndices":
-        """Required indices along `dim`, from the masks of the elements on which each rank's features depend."""
+        """Returns the required indices along `dim`, from the masks of the elements on which each rank's features
+        depend.
+        """
         others = [other for other in range(masks[0].ndim) if other != dim]
         needed = (mask.sum(others) if others else mask for mask in masks)
         ranks = tuple(frozenset(torch.nonzero(each).flatten().tolist()) for each in needed)
@@ -98,11 +100,11 @@ class RequiredIndices:
 
     @property
     def is_split(self) -> bool:
-        """Whether every rank needs less than everything."""
+        """Returns whether every rank needs less than all indices."""
         return all(len(indices) < len(self.needed) for indices in self.ranks)
 
     def united(self, other: "RequiredIndices") -> "RequiredIndices":
-        """What a rank must hold for both, along the same dim."""
+        """Returns what a rank must hold for both tensors along the same dim."""
         ranks = tuple(mine | theirs for mine, theirs in zip(self.ranks, other.ranks, strict=True))
         return RequiredIndices(dim=self.dim, size=self.size, ranks=ranks)
 
@@ -123,7 +125,8 @@ class RowProduct:
 def find_row_products(
     model: nn.Module, batch: Mapping[str, Any], *, num_parts: int
 ) -> tuple[list[RowProduct], list[Layer]]:
-    """The row products of every layer of a tiny model, and the layers as watched with all their outputs detached.
+    """Returns the row products of every layer of a tiny model, and the layers as watched with all their outputs
+    detached.
 
     The model is in eval mode, with eager attention and experts.
     """
@@ -180,7 +183,7 @@ class _Search:
         return layers
 
     def of_layer(self, layer: Layer) -> list[RowProduct]:
-        """The row products of one layer."""
+        """Returns the row products of one layer."""
         return [product for product in self.found.values() if product.layer == layer.fqn]
 
     def _accept(self, layer: Layer) -> None:
@@ -227,13 +230,13 @@ class _Search:
         return [product for _, product in sorted(found.values(), key=lambda each: -each[0])]
 
     def _is_split(self, name: str, product: RowProduct, layer: Layer) -> bool:
-        """Whether ranks need parts of a matrix with little enough overlap."""
+        """Returns whether ranks need parts of a matrix with little enough overlap."""
         required = product.required_indices[name]
         return layer.parameters[name].ndim > 1 and required.shared <= self._max_shared * required.size
 
 
 def is_linear_weight(model: nn.Module, name: str) -> bool:
-    """Whether a parameter is the weight of a linear, including transformers' `Conv1D`."""
+    """Returns whether a parameter is the weight of a linear, including transformers' `Conv1D`."""
     module = model.get_submodule(parent_of(name))
     return name.endswith(".weight") and (isinstance(module, nn.Linear) or hasattr(module, "nf"))
 
@@ -253,7 +256,9 @@ def _open_ended(layer: Layer, products: Sequence[RowProduct]) -> list[str]:
 
 
 def _required_indices(use: Use, own: Mapping[str, Tensor], num_parts: int) -> dict[str, RequiredIndices]:
-    """For every parameter of the layer, the ranks' needs along the dim where they differ most, if they differ."""
+    """Returns for every parameter of the layer the ranks' needs along the dim where they differ most,
+    if they differ.
+    """
     if not use.x.requires_grad or use.x.shape[-1] < num_parts:
         return {}
     names = [name for name, value in own.items() if value.requires_grad]

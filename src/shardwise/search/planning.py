@@ -47,13 +47,13 @@ def read_request(plan: str | Plan | Mapping[str, str]) -> tuple[str, Plan]:
 
 
 def declared_plan(model: nn.Module, facts: ModelFacts) -> Plan:
-    """The plan that transformers declares for the model, with family corrections; empty if it declares none."""
+    """Returns the plan that transformers declares for the model, with family corrections; empty if it declares none."""
     declared = Plan.of(getattr(model, "_tp_plan", None) or {}, source="transformers")
     return declared | CORRECTIONS.get(facts.model_type, Plan(()))
 
 
 def plan_for(model: nn.Module, spec: ParallelSpec, *, num_parts: int, facts: ModelFacts | None = None) -> Plan:
-    """All rules for `model`; later rules override earlier ones.
+    """Returns all rules for `model`; later rules override earlier ones.
 
     Args:
         spec: its plan is "auto" (see above); "declared": transformers' plan, untried; "derived": search again; or rules
@@ -72,7 +72,7 @@ def plan_for(model: nn.Module, spec: ParallelSpec, *, num_parts: int, facts: Mod
 def _base_plan(
     model: nn.Module, spec: ParallelSpec, kind: str, given: Plan, facts: ModelFacts, *, num_parts: int
 ) -> tuple[Plan, bool]:
-    """The rules for the model without its adapters, and whether the test suite proves them."""
+    """Returns the rules for the model without its adapters, and whether the test suite proves them."""
     declared = declared_plan(model, facts)
     automatic, base = vocabulary_plan(facts) | declared, without_adapters(model)
     is_known = len(rules_without_names(declared, facts)) < len(declared.rules)
@@ -115,7 +115,7 @@ def _base_plan(
 def _subject(
     model: nn.Module, declared: Plan, given: Plan, *, num_parts: int
 ) -> tuple[Subject | None, Plan, ShardwiseError | None]:
-    """The subject of trials, and the user rules that match it; None and the cause if no plan can be tried."""
+    """Returns the subject of trials, and the user rules that match it; None and the cause if no plan can be tried."""
     try:
         subject = build_subject(model, num_parts=num_parts)
         if rules_without_names(given, subject.trial.facts):  # of layers that a model of few layers lacks
@@ -139,7 +139,7 @@ def _subject(
 
 
 def _unknown(model: nn.Module, idle: Sequence[Rule], why: str) -> PlanError:
-    """Error for a model without a plan, or with a declared plan that matches other modules."""
+    """Returns the error for a model without a plan, or with a declared plan that matches other modules."""
     if not idle:
         return PlanError(
             f"no tensor-parallel plan is known for {type(model).__name__}",

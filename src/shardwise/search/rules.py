@@ -41,7 +41,9 @@ _NEVER = frozenset({"layer_idx", "layer_index", "head_dim", "num_key_value_group
 
 
 def find_style(graph: BlockGraph, name: str, required: RequiredIndices) -> str:
-    """The style whose placement of the parameter `name` holds what every rank needs and least besides; or intervals."""
+    """Returns the style whose placement of the parameter `name` holds what every rank needs and least besides; or
+    intervals.
+    """
     fitting = [
         (sum(split.local_sizes), style)
         for style, split in _named(graph, name, required.dim)
@@ -76,7 +78,7 @@ def _covers(split: Split, required: RequiredIndices) -> bool:
 
 
 def _intervals(required: RequiredIndices) -> tuple[tuple[Interval, ...], ...]:
-    """Each rank's indices as runs. Indices that no rank needs stay with those before them."""
+    """Returns each rank's indices as runs. Indices that no rank needs stay with those before them."""
     needed = [set(indices) for indices in required.ranks]
     known = set().union(*needed)
     last: list[int] = [0]
@@ -90,7 +92,9 @@ def _intervals(required: RequiredIndices) -> tuple[tuple[Interval, ...], ...]:
 
 
 def guess_attributes(graph: BlockGraph, *, limit: int) -> list[dict[str, str]]:
-    """Attributes with their styles, best guess first: solutions for the tiny model's sizes, then guesses by name."""
+    """Returns the attributes with their styles, best guess first: solutions for the tiny model's sizes, then guesses by
+    name.
+    """
     known = graph.facts.attributes()
     solved = solve(list(graph.equations()), limit=limit)
     guesses = [
@@ -144,7 +148,7 @@ class Block:
 def find_blocks(
     model: nn.Module, facts: ModelFacts, products: Sequence[RowProduct], layers: Sequence[Layer], *, num_parts: int
 ) -> list[Block]:
-    """The blocks of every layer. Row products that need the same split weights form one block."""
+    """Returns the blocks of every layer. Row products that need the same split weights form one block."""
     blocks = []
     for layer in layers:
         own = [product for product in products if product.layer == layer.fqn]
@@ -184,7 +188,7 @@ def _rest(model: nn.Module, facts: ModelFacts, layer: str, blocks: Sequence[Bloc
 
 
 def _can_gather(model: nn.Module, facts: ModelFacts, module: str, num_parts: int) -> bool:
-    """Whether a module computes as a plain linear and is large enough to give every rank a part."""
+    """Returns whether a module computes as a plain linear and is large enough to give every rank a part."""
     kind = facts.modules[module].kind
     plain = kind == "transposed" or type(model.get_submodule(module)).forward is nn.Linear.forward
     return plain and min(facts.modules[module].parameters["weight"]) >= num_parts
@@ -229,7 +233,7 @@ class _RuleBuilder:
             yield Plan(gathered)
 
     def _rules(self, entries: Mapping[str, str]) -> list[Rule]:
-        """The rules; if several have one name, the last."""
+        """Returns the rules; if several have one name, the last."""
         return list({rule.pattern: rule for rule in self._found(entries)}.values())
 
     def _found(self, entries: Mapping[str, str]) -> Iterator[Rule]:
@@ -394,7 +398,7 @@ def _mixes_hidden(call: ModuleCall) -> bool:
 
 
 def _mixes(value: Tensor, outputs: Sequence[Tensor]) -> bool:
-    """Whether an output at one position depends on `value` `[batch, sequence, ...]` at another."""
+    """Returns whether an output at one position depends on `value` `[batch, sequence, ...]` at another."""
     for out in outputs:
         if out.grad_fn is None or out.ndim < 2 or out.shape[:2] != value.shape[:2]:
             continue

@@ -90,7 +90,7 @@ def watch(
 
 
 def norm_formula(module: nn.Module) -> NormFormula | None:
-    """Formula of a norm module; None for other modules."""
+    """Returns the formula of a norm module; None for other modules."""
     try:
         return recognise_norm(module)
     except UnsupportedError:
@@ -153,7 +153,7 @@ class _Watcher(TorchFunctionMode):
         return out
 
     def _name(self, value: Any) -> str | None:
-        """Name of the parameter that `value` is or views; for a tied one, its name in the running layer."""
+        """Returns the name of the parameter that `value` is or views; for a tied one, its name in the running layer."""
         names = self.names.get(id(self._origin(value))) if isinstance(value, Tensor) else None
         if names is None:
             return None
@@ -161,7 +161,7 @@ class _Watcher(TorchFunctionMode):
         return next(own, names[0])
 
     def _origin(self, value: Tensor) -> Tensor:
-        """The tensor of which `value` is a view or selection; `value` itself if it is none."""
+        """Returns the tensor of which `value` is a view or selection; `value` itself if it is none."""
         while id(value) not in self.names:
             if value._base is not None:
                 value = value._base
@@ -218,7 +218,7 @@ class _Watcher(TorchFunctionMode):
         return changed, changed_kwargs
 
     def _node(self, value: Any, call: ModuleCall) -> Any:
-        """An argument of a call as its own graph node, detached if the call is a layer's."""
+        """Returns an argument of a call as its own graph node, detached if the call is a layer's."""
         if not isinstance(value, Tensor) or not value.is_floating_point() or self._name(value) is not None:
             return value
         if call.fqn in self.layers if value.requires_grad else self.thorough:
@@ -238,7 +238,7 @@ class _Watcher(TorchFunctionMode):
 
 
 def _tensors(names: Sequence[str], args: Any, kwargs: Any) -> dict[str, Tensor]:
-    """The tensors among a call's arguments, by name."""
+    """Returns the tensors among a call's arguments, by name."""
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return {name: value for name, value in given.items() if isinstance(value, Tensor)}
 

@@ -34,7 +34,7 @@ class TracedInt(int):
 
     @classmethod
     def of(cls, name: str, value: int) -> "TracedInt":
-        """The attribute called `name`."""
+        """Returns the attribute called `name`."""
         return cls._build(value, frozenset({name}), lambda parts: value * parts.get(name, Fraction(1)))
 
     @classmethod
@@ -134,7 +134,7 @@ def size_constraints_of(
 
 
 def flat(value: Any) -> Iterator[Any]:
-    """Yields the leaves of nested lists, tuples and dicts."""
+    """Yields the items of nested lists, tuples and dicts that are no list, tuple or dict."""
     if isinstance(value, list | tuple | dict):
         for each in value.values() if isinstance(value, dict) else value:
             yield from flat(each)
@@ -143,7 +143,9 @@ def flat(value: Any) -> Iterator[Any]:
 
 
 def solve(equations: Sequence[Equation], *, limit: int) -> list[dict[str, Fraction]]:
-    """The parts of attributes that solve the equations best, best first. Attributes that stay full are left out."""
+    """Returns the parts of attributes that solve the equations best, best first. Attributes that stay full are left
+    out.
+    """
     distinct = {(_fingerprint(each), int(each.size), each.part): each for each in equations}
     split = [each for each in distinct.values() if each.part not in (None, 1)]
     names = frozenset().union(*(each.size.names for each in split))

@@ -12,33 +12,33 @@ Box = tuple[Interval, ...]
 
 
 def shape_of(box: Box) -> tuple[int, ...]:
-    """Extent of `box` along every dim."""
+    """Returns the extent of `box` along every dim."""
     return tuple(stop - start for start, stop in box)
 
 
 def volume(box: Box) -> int:
-    """Number of elements in `box`."""
+    """Returns the number of elements in `box`."""
     return math.prod(shape_of(box))
 
 
 def full_box(shape: tuple[int, ...]) -> Box:
-    """The box of a full tensor of `shape`."""
+    """Returns the box of a full tensor of `shape`."""
     return tuple((0, size) for size in shape)
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """Index of the elements `box` in a tensor."""
+    """Returns the index of the elements `box` in a tensor."""
     return tuple(slice(start, stop) for start, stop in box)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The elements in both boxes (of equal rank); None if there are none."""
+    """Returns the elements in both boxes (of equal rank); None if there are none."""
     both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
 
 def subtract(box: Box, hole: Box) -> tuple[Box, ...]:
-    """`box` without `hole`, as disjoint boxes: at most two per dim."""
+    """Returns `box` without `hole`, as disjoint boxes: at most two per dim."""
     common = intersect(box, hole)
     if common is None:
         return (box,) if volume(box) else ()
@@ -52,7 +52,9 @@ def subtract(box: Box, hole: Box) -> tuple[Box, ...]:
 
 
 def find_overlap(boxes: Sequence[Box]) -> Box | None:
-    """One of `boxes` (none empty) that shares elements with another; None if there is none. Linear time for a grid."""
+    """Returns one of `boxes` (none empty) that shares elements with another; None if there is none. Linear time for a
+    grid.
+    """
     if len(boxes) < 2:
         return None
     for dim in range(len(boxes[0])):
@@ -71,7 +73,7 @@ def find_overlap(boxes: Sequence[Box]) -> Box | None:
 
 
 def move(box: Box, origin: Box, target: Box) -> Box:
-    """`box` relative to `target` instead of `origin`: shifted by the distance between their first corners."""
+    """Returns `box` relative to `target` instead of `origin`: shifted by the distance between their first corners."""
     return tuple(
         (start - old + new, stop - old + new)
         for (start, stop), (old, _), (new, _) in zip(box, origin, target, strict=True)

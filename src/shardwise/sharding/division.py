@@ -43,7 +43,7 @@ class _Holders:
             self.alone.setdefault(ranks[0], []).append(box)
 
     def restricted(self, only: Collection[int], name: str) -> "_Holders":
-        """The boxes of the tensor `name`, with only the ranks in `only`."""
+        """Returns the boxes of the tensor `name`, with only the ranks in `only`."""
         found = _Holders()
         alone = ((box, (rank,)) for rank, boxes in self.alone.items() for box in boxes)
         for box, ranks in (*alone, *self.shared):
@@ -79,11 +79,11 @@ class Division(Mapping[str, tuple[WriteItem, ...]]):
         return [part for box in self._tables[name].alone.get(rank, ()) for part in _cut(box, MOST_ELEMENTS)]
 
     def boxes_of(self, name: str, rank: int) -> list[Box]:
-        """The boxes of a tensor that `rank` writes."""
+        """Returns the boxes of a tensor that `rank` writes."""
         return self._alone(name, rank) + [each.box for each in self._shared.get(name, ()) if each.rank == rank]
 
     def first_writer(self, name: str) -> int | None:
-        """The rank that writes a tensor's first item; None for a tensor without elements."""
+        """Returns the rank that writes a tensor's first item; None for a tensor without elements."""
         ranks = (*self._tables[name].alone, *(portion.rank for portion in self._shared.get(name, ())))
         return ranks[0] if ranks else None
 
@@ -120,7 +120,7 @@ def assign_writers(
 
 
 def _find_holders(layout: Layout, places: Sequence[Mapping[str, int]]) -> _Holders:
-    """The boxes that the ranks at these coords own, each with all ranks that hold it, including the owner."""
+    """Returns the boxes that the ranks at these coords own, each with all ranks that hold it, including the owner."""
     replicated = {axis: 0 for step in layout.steps if isinstance(step.placement, Replicate) for axis in step.axes}
     axes = [axis for step in layout.steps if step.size > 1 for axis in step.axes if axis not in replicated]
     ranks_at: dict[tuple[int, ...], list[int]] = {}
@@ -142,7 +142,7 @@ def _find_holders(layout: Layout, places: Sequence[Mapping[str, int]]) -> _Holde
 
 
 def _cut(box: Box, most: int) -> list[Box]:
-    """`box` as boxes of at most `most` elements, cut along the first dim with several rows."""
+    """Returns `box` as boxes of at most `most` elements, cut along the first dim with several rows."""
     if volume(box) <= most:
         return [box]
     dim = next(number for number, size in enumerate(shape_of(box)) if size > 1)

@@ -20,7 +20,9 @@ from shardwise.topology.shape import MeshShape
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements `full` of the canonical tensor, at `local` in the local one. The boxes have equal shape."""
+    """A box of the canonical tensor (`full`), and where it lies in the local tensor (`local`). Both boxes have one
+    shape.
+    """
 
     full: Box
     local: Box
@@ -47,31 +49,31 @@ class Step:
         return f"{sizes}: {self.placement}"
 
     def coord(self, coords: Mapping[str, int]) -> int:
-        """The coordinate on the flattened axis."""
+        """Returns the coordinate on the flattened axis."""
         flat = 0
         for axis, size in zip(self.axes, self.sizes, strict=True):
             flat = flat * size + (coords[axis] if size > 1 else 0)
         return flat
 
     def coords(self) -> list[dict[str, int]]:
-        """The coordinates on the axes of every coord of the flattened axis."""
+        """Returns the coordinates on the axes of every coord of the flattened axis."""
         return [dict(zip(self.axes, each, strict=True)) for each in itertools.product(*map(range, self.sizes))]
 
     def to_json(self) -> dict[str, Any]:
-        """One axis by its name and its size, several by lists of both."""
+        """Returns one axis by its name and its size, several by lists of both."""
         axis, size = (each[0] if len(each) == 1 else list(each) for each in (self.axes, self.sizes))
         return {"axis": axis, "size": size, "placement": to_json(self.placement)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Step":
-        """The step that `to_json` wrote."""
+        """Returns the step that `to_json` wrote."""
         axes, sizes = (each if isinstance(each, list) else [each] for each in (data["axis"], data["size"]))
         axes, sizes = from_json(tuple[str, ...], axes), from_json(tuple[int, ...], sizes)
         return cls(axes, sizes, from_json(Placement, data["placement"]))
 
 
 def steps_along(axes: Iterable[str], shape: MeshShape, placement: Placement | None = None) -> tuple[Step, ...]:
-    """One step for each of `axes` that has several ranks; replicated without `placement`."""
+    """Returns one step for each of `axes` that has several ranks; replicated without `placement`."""
     return tuple(Step((axis,), (shape.size(axis),), placement or Replicate()) for axis in axes if shape.size(axis) > 1)
 
 
@@ -122,27 +124,29 @@ class Layout:
         return ", ".join([str(list(self.shape)), *map(str, self.steps)])
 
     def placement(self, axis: str) -> Placement | None:
-        """Placement along an axis; None if there is no step for it."""
+        """Returns the placement along an axis; None if there is no step for it."""
         return next((step.placement for step in self.steps if step.axes == (axis,)), None)
 
     def is_held(self, coords: Mapping[str, int]) -> bool:
-        """Whether the rank at `coords` has a local tensor, which may be empty."""
+        """Returns whether the rank at `coords` has a local tensor, which may be empty."""
         return all(
             step.coord(coords) in step.placement.coords for step in self.steps if isinstance(step.placement, OnCoords)
         )
 
     def local_shape(self, coords: Mapping[str, int]) -> tuple[int, ...]:
-        """Shape of the local tensor at `coords`. Raises `LayoutError` if there is none."""
+        """Returns the shape of the local tensor at `coords`. Raises `LayoutError` if there is none."""
         if not self.is_held(coords):
             raise LayoutError(f"no local tensor at {dict(coords)}", at=f"layout {self}", why="other ranks hold it")
         return tuple(dim.extent for dim in self._dims(coords, owned=False))
 
     def pieces(self, coords: Mapping[str, int]) -> tuple[Piece, ...]:
-        """The pieces that the rank at `coords` holds, in local row-major order."""
+        """Returns the pieces that the rank at `coords` holds, in local row-major order."""
         return _pieces(self._dims(coords, owned=False)) if self.is_held(coords) else ()
 
     def owned(self, coords: Mapping[str, int]) -> tuple[Piece, ...]:
-        """The pieces that belong to the rank at `coords`. Over all coords they contain every canonical element once."""
+        """Returns the pieces that belong to the rank at `coords`. Over all coords they contain every canonical element
+        once.
+        """
         for step in self.steps:
             coord, placement = step.coord(coords), step.placement
             if isinstance(placement, Replicate) and coord:
@@ -167,7 +171,7 @@ class Layout:
 
 
 def _select(dim: _Dim, moves: list[tuple[Interval, int]], *, extent: int) -> _Dim:
-    """`dim` restricted to the given intervals, each moved to its new position."""
+    """Returns `dim` restricted to the given intervals, each moved to its new position."""
     runs: list[_Run] = []
     for (start, stop), target in moves:
         for run in dim.runs:
@@ -195,7 +199,7 @@ def _pieces(dims: list[_Dim]) -> tuple[Piece, ...]:
 
 @dataclass(frozen=True)
 class Source:
-    """Saved elements: the box `full` of the canonical tensor, at `local` in the array called `key`.
+    """A saved box of the canonical tensor (`full`), and where it lies in the saved array `key` (`local`).
 
     `key` is anything by which the reader finds an array: a file and tensor name, a rank. The boxes have equal shape.
     """
@@ -215,7 +219,7 @@ class Copy:
 
 
 def copies(saved: Sequence[Source], wanted: Sequence[Piece]) -> tuple[Copy, ...]:
-    """The copies that fill every element of `wanted` exactly once.
+    """Returns the copies that fill every element of `wanted` exactly once.
 
     If sources overlap (replicas), the first one is used. Unneeded sources are not touched.
     """

@@ -34,12 +34,14 @@ class OnCoords:
 
 @dataclass(frozen=True)
 class Chunk:
-    """`torch.chunk` along `dim`, DTensor's `Shard`: equal runs of ceil(size / parts), the last shorter or empty."""
+    """Equal runs along `dim`, like `torch.chunk` and DTensor's `Shard`: ceil(size / parts) each, the last shorter or
+    empty.
+    """
 
     dim: int
 
     def interval(self, coord: int, *, size: int, parts: int) -> Interval:
-        """Interval of `coord` of `parts` in a dim of `size`; `start == stop` if it is empty."""
+        """Returns the interval of `coord` of `parts` in a dim of `size`; `start == stop` if it is empty."""
         run = -(-size // parts)
         return min(coord * run, size), min((coord + 1) * run, size)
 
@@ -91,14 +93,16 @@ class Split:
         return tuple(sum(stop - start for start, stop in intervals) for intervals in self.pieces)
 
     def owned(self, coord: int) -> tuple[Interval, ...]:
-        """The intervals that `coord` is the first to hold, in local order. Over all coords they partition the dim."""
+        """Returns the intervals that `coord` is the first to hold, in local order. Over all coords they partition the
+        dim.
+        """
         left = [(interval,) for interval in self.pieces[coord]]
         for hole in itertools.chain(*self.pieces[:coord]):
             left = [(rest,) for box in left for (rest,) in subtract(box, (hole,))]
         return tuple(interval for (interval,) in left)
 
     def local_of(self, coord: int, interval: Interval) -> tuple[Interval, ...]:
-        """Local positions of the elements of `interval` that `coord` holds, in local order."""
+        """Returns the local positions of the elements of `interval` that `coord` holds, in local order."""
         found: list[Interval] = []
         offset = 0
         for start, stop in self.pieces[coord]:
@@ -109,7 +113,7 @@ class Split:
         return tuple(found)
 
     def shared(self) -> tuple[tuple[Interval, tuple[int, ...]], ...]:
-        """The intervals that several coords hold, ascending, each with its holders."""
+        """Returns the intervals that several coords hold, ascending, each with its holders."""
         edges = sorted({edge for interval in itertools.chain(*self.pieces) for edge in interval})
         found: list[tuple[Interval, tuple[int, ...]]] = []
         for start, stop in itertools.pairwise(edges):
@@ -138,20 +142,22 @@ Placement = Replicate | OnCoords | Chunk | Split
 
 
 def split_even(dim: int, size: int, *, parts: int) -> Split:
-    """Split of a dim of `size` like `torch.chunk`. The last coords may hold less, or nothing."""
+    """Returns the split of a dim of `size` like `torch.chunk`. The last coords may hold less, or nothing."""
     intervals = (Chunk(dim).interval(coord, size=size, parts=parts) for coord in range(parts))
     return Split(dim, tuple(_pieces(interval) for interval in intervals))
 
 
 def split_blocks(dim: int, num_blocks: int, *, block_size: int, parts: int) -> Split:
-    """Split by `num_blocks` whole blocks of `block_size`. The first coords may hold one more."""
+    """Returns the split by `num_blocks` whole blocks of `block_size`. The first coords may hold one more."""
     fewest, extra = divmod(num_blocks, parts)
     starts = [(coord * fewest + min(coord, extra)) * block_size for coord in range(parts + 1)]
     return Split(dim, tuple(_pieces(interval) for interval in itertools.pairwise(starts)))
 
 
 def split_heads(dim: int, num_heads: int, *, head_dim: int, parts: int) -> Split:
-    """Split by whole attention heads, like `split_blocks`. With more coords than heads, adjacent coords share one."""
+    """Returns the split by whole attention heads, like `split_blocks`. With more coords than heads, adjacent coords
+    share one.
+    """
     if parts <= num_heads:
         return split_blocks(dim, num_heads, block_size=head_dim, parts=parts)
     if parts % num_heads:
@@ -165,7 +171,8 @@ def split_heads(dim: int, num_heads: int, *, head_dim: int, parts: int) -> Split
 
 
 def split_sections(dim: int, sections: Sequence[Split]) -> Split:
-    """Split of a fused dim: the concatenation of `sections`, each split separately (query, key, value; gate, up).
+    """Returns the split of a fused dim: the concatenation of `sections`, each split separately (query, key, value;
+    gate, up).
 
     All sections are splits of this dim among the same coords. Every coord holds its share of each section, in order.
     """
@@ -179,7 +186,7 @@ def split_sections(dim: int, sections: Sequence[Split]) -> Split:
 
 
 def equal_sections(dim: int, size: int, *, num_sections: int, parts: int) -> Split:
-    """Split of a fused dim of `num_sections` sections of equal size, each split like `split_even`."""
+    """Returns the split of a fused dim of `num_sections` sections of equal size, each split like `split_even`."""
     if size % num_sections:
         raise LayoutError(f"a dim of size {size} does not divide into {num_sections} equal sections")
     return split_sections(dim, [split_even(dim, size // num_sections, parts=parts)] * num_sections)
@@ -190,7 +197,7 @@ def _pieces(interval: Interval) -> tuple[Interval, ...]:
 
 
 def join_intervals(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
-    """`intervals` with adjacent ones merged."""
+    """Returns `intervals` with adjacent ones merged."""
     merged: list[Interval] = []
     for start, stop in intervals:
         if merged and merged[-1][1] == start:

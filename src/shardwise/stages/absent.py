@@ -51,7 +51,7 @@ class Absent(Tensor):
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> "Absent":
-        """A contiguous absent tensor of this shape."""
+        """Returns a contiguous absent tensor of this shape."""
         return cls(torch.empty(tuple(shape), dtype=dtype, device="meta"), device)
 
     @classmethod
@@ -161,7 +161,7 @@ def _meta(value: Tensor) -> Tensor:
 
 @functools.cache
 def _written_at(func: Any) -> int | None:
-    """Index of the argument that an in-place operation writes to; None for other operations."""
+    """Returns the index of the argument that an in-place operation writes to; None for other operations."""
     arguments = enumerate(func._schema.arguments)
     return next((at for at, each in arguments if each.alias_info is not None and each.alias_info.is_write), None)
 
@@ -176,7 +176,7 @@ _seen: dict[Any, Any] = {}
 
 
 def _run_once(func: Any, args: Any, kwargs: Any) -> Any:
-    """Cached `_run` for equal metadata, of operations that write nothing and make nothing real."""
+    """Returns the cached `_run` for equal metadata, of operations that write nothing and make nothing real."""
     if torch._C._len_torch_dispatch_stack():
         return _run(func, args, kwargs)  # a mode may make other tensors of it
     key = func, _looks(args), _looks(tuple(kwargs.items())), torch.get_default_dtype()

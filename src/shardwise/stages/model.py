@@ -54,7 +54,9 @@ class LayerContainer:
     _stages: "Stages"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward. Raises UnsupportedError if no stage runs: other ranks hold some of its layers."""
+        """Runs the module's own forward. Raises UnsupportedError if no stage runs:
+        other ranks hold some of its layers.
+        """
         run = self._stages.current
         if run is None:
             raise UnsupportedError(
@@ -79,7 +81,9 @@ class MayHaveNoParameters:
         return _first_parameter(self).dtype  # type: ignore[arg-type]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:  # noqa: FBT001, FBT002 - as torch has it
-        """This rank's parameters; without any, while the module's code runs, the first absent one, for its dtype."""
+        """Yields this rank's parameters; without any, while the module's code runs, the first absent one, for its
+        dtype.
+        """
         here = list(super().parameters(recurse))  # type: ignore[misc]
         running = getattr(self, "_stages", None) if not here else None
         return iter(here or ([_first_parameter(self)] if running and running.current else []))  # type: ignore[arg-type]
@@ -137,7 +141,7 @@ class Stages:
     def shapes(
         self, stage: int, arguments: Mapping[str, Any]
     ) -> tuple[tuple[StageTensor, ...], tuple[StageTensor, ...]]:
-        """Tensors that enter and leave a stage in a forward with these arguments; cached by shapes.
+        """Returns the tensors that enter and leave a stage in a forward with these arguments; cached by shapes.
 
         # [Note: lengths that grow]
         With every token that `generate()` writes, masks and caches grow by one. Tensors at a cut keep their shape, or
@@ -149,7 +153,7 @@ class Stages:
         return cuts[stage], cuts[stage + 1]
 
     def _cuts(self, arguments: Mapping[str, Any]) -> Cuts:
-        """Tensors that enter each stage; the last entry is empty."""
+        """Returns the tensors that enter each stage; the last entry is empty."""
         lengths: list[int] = []
         key = self.model.training, _autocast(), _key(arguments, lengths)
         if self.plan.order.is_chain and not self.plan.order.cut_tensors:
@@ -177,7 +181,7 @@ class Stages:
         self.plan = replace(self.plan, order=replace(order, cut_tensors=cut_tensors))
 
     def num_skipped(self, arguments: Mapping[str, Any]) -> int:
-        """Number of leading segments that do not run: those of an encoder whose output is given."""
+        """Returns the number of leading segments that do not run: those of an encoder whose output is given."""
         if arguments.get("encoder_outputs") is None or not self.encoder:
             return 0
         calls = self.plan.order.calls
@@ -218,7 +222,7 @@ class Stages:
         return output.values
 
     def forward(self, own: Own, args: Any, kwargs: Any) -> Any:
-        """The model's forward, as far as the current stage computes it."""
+        """Runs the model's forward, as far as the current stage computes it."""
         if self.current is None:
             raise UnsupportedError(
                 f"{type(self.model).__name__} is in stages: no rank can run its forward alone",
@@ -236,13 +240,13 @@ class Stages:
 
 
 def _autocast() -> Any:
-    """Autocast state, on which dtypes depend."""
+    """Returns the autocast state, on which dtypes depend."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
 def _key(value: Any, lengths: list[int], name: str = "") -> Any:
-    """Cache key of an argument: everything on which shapes depend.
+    """Returns the cache key of an argument: everything on which shapes depend.
 
     Adds the sizes that grow in generation to `lengths`.
     """
@@ -294,21 +298,21 @@ def _check_sent(values: Sequence[Tensor], expected: Sequence[StageTensor], layer
 
 
 def _first_parameter(model: nn.Module) -> Tensor:
-    """The first floating-point parameter, else the first parameter."""
+    """Returns the first floating-point parameter, else the first parameter."""
     values = (value for module in model.modules() for value in (*module._parameters.values(), *vars(module).values()))
     found = (value for value in values if isinstance(value, nn.Parameter | Absent) and value.is_floating_point())
     return next(found)
 
 
 def cache_parts(cache: Cache) -> tuple[Any, ...]:
-    """The caches that have layers: `cache` itself, or its self-attention and cross-attention caches."""
+    """Returns the caches that have layers: `cache` itself, or its self-attention and cross-attention caches."""
     if isinstance(cache, EncoderDecoderCache):
         return cache.self_attention_cache, cache.cross_attention_cache
     return (cache,)
 
 
 def copy_cache(cache: Cache) -> Any:
-    """Copy that shares no layer with `cache`. It may share tensors, which dynamic layers never write to."""
+    """Returns a copy that shares no layer with `cache`. It may share tensors, which dynamic layers never write to."""
     copied: Any = copy.copy(cache)
     if isinstance(cache, EncoderDecoderCache):
         copied.self_attention_cache, copied.cross_attention_cache = map(copy_cache, cache_parts(cache))

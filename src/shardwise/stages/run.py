@@ -39,7 +39,7 @@ _BY_SHAPE = frozenset((*FACTORIES, "new_tensor"))
 
 
 def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a call by the names of the module's forward; those of `*args` by their numbers."""
+    """Returns the arguments of a call by the names of the module's forward; those of `*args` by their numbers."""
     names = argument_names(module)
     return {
         **{str(at): value for at, value in enumerate(args[len(names) :])},
@@ -49,7 +49,7 @@ def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def used_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Tensors whose values an operation uses, not only their shapes or dtypes."""
+    """Returns the tensors among an operation's arguments whose values it uses, not only their shapes or dtypes."""
     name = getattr(func, "__name__", "")
     if name in _BY_SHAPE:
         return []
@@ -57,17 +57,17 @@ def used_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def made_by(func: Any, args: Any, out: Any) -> list[tuple[str, Tensor]]:
-    """Tensors that an operation makes or changes, with their paths in its output."""
+    """Returns the tensors that an operation makes or changes, with their paths in its output."""
     return [("", args[0])] if writes(func) and args else list(named_tensors(out))
 
 
 def is_dropout(func: Any) -> bool:
-    """Whether an operation randomly drops elements of its first argument."""
+    """Returns whether an operation randomly drops elements of its first argument."""
     return "dropout" in getattr(func, "__name__", "")
 
 
 def writes(func: Any) -> bool:
-    """Whether an operation changes its first argument."""
+    """Returns whether an operation changes its first argument."""
     name = getattr(func, "__name__", "")
     return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
 
@@ -82,7 +82,7 @@ def named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def find_tensor(value: Any, path: str) -> Tensor | None:
-    """The tensor at a path; None if there is none."""
+    """Returns the tensor at a path; None if there is none."""
     for key in path.split(".") if path else ():
         value = next((each for name, each in _items(value) if str(name) == key), None)
     return value if isinstance(value, Tensor) else None
@@ -213,15 +213,15 @@ class StageRun:
         self.glue = _Glue(self) if is_counted else None
 
     def reach_cut(self) -> tuple[Tensor, ...] | None:
-        """Called before the first layer after a cut. Returns the tensors to send if this run ends here."""
+        """Runs before the first layer after a cut. Returns the tensors to send if this run ends here."""
         raise NotImplementedError
 
     def cut_tensors(self, segment: int) -> tuple[CutTensor, ...]:
-        """Tensors that cross the cut before a segment."""
+        """Returns the tensors that cross the cut before a segment."""
         return self.order.cut_tensors[segment - 1] if 0 < segment <= len(self.order.cut_tensors) else ()
 
     def forward(self, own: Own, args: Any, kwargs: Any) -> Any:
-        """The model's own forward, up to the end of this stage."""
+        """Runs the model's own forward, up to the end of this stage."""
         if self.is_foreign:
             self._hide_parameters()
         if self.glue is not None:
@@ -244,7 +244,7 @@ class StageRun:
         return output
 
     def call(self, module: nn.Module, own: Own, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of a watched module; `own` includes its hooks."""
+        """Runs a call of a watched module; `own` includes its hooks."""
         known = self.stages.modules[module]
         if known.is_layer and not self.depth:
             self._enter_segment(known.fqn, module, args, kwargs)
@@ -275,7 +275,7 @@ class StageRun:
         self.segment += 1
 
     def _computed(self, segment: int) -> list[tuple[CutTensor, Tensor]]:
-        """Tensors that cross a cut in this run. The number may change with the mode and the arguments."""
+        """Returns the tensors that cross a cut in this run. The number may change with the mode and the arguments."""
         found = ((cut_tensor, self.found[cut_tensor.anchor]) for cut_tensor in self.cut_tensors(segment))
         return [(cut_tensor, value) for cut_tensor, value in found if value is not None]
 
@@ -292,7 +292,7 @@ class StageRun:
             self.found[anchor] = value
 
     def _pass_through(self, module: nn.Module, known: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Output of a foreign module: absent tensors, and values that depend on no parameters."""
+        """Returns the output of a foreign module: absent tensors, and values that depend on no parameters."""
         returned, base = self.order.returns.get(known.fqn), unwrapped(module)
         if returned is None and base is not module:
             return base(*args, **kwargs)  # adapters change no shapes
@@ -356,7 +356,7 @@ class ComputeRun(StageRun):
         super().__init__(stages, wanted, skipped=skipped, is_foreign=first > max(0, skipped - 1))
 
     def cut_tensors(self, segment: int) -> tuple[CutTensor, ...]:
-        """Tensors that cross the cut before a segment and are not passed by the caller."""
+        """Returns the tensors that cross the cut before a segment and are not passed by the caller."""
         cut_tensors = super().cut_tensors(segment)
         if self.travels is None:
             return cut_tensors
@@ -446,7 +446,7 @@ _CAPTURING = "transformers.utils.output_capturing"
 
 
 def _like(arguments: Mapping[str, Any], name: str) -> Any:
-    """Replacement of a value that a module returns; see `Returned`."""
+    """Returns the replacement of a value that a module returns; see `Returned`."""
     value = arguments.get(name.removeprefix("="))
     if name.startswith("=") or not isinstance(value, Tensor):
         return value

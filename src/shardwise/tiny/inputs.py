@@ -16,12 +16,12 @@ from shardwise.tiny.families import FAMILIES, fields_of, sub_configs
 
 
 def clone_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the batch, because some models write into their inputs."""
+    """Returns a copy of the batch, because some models write into their inputs."""
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
 def loss_or_surrogate(output: Any) -> Tensor:
-    """The model's loss; without one, a fixed random weighting of all outputs."""
+    """Returns the model's loss; without one, a fixed random weighting of all outputs."""
     loss = output.get("loss") if isinstance(output, Mapping) else None
     if loss is not None:
         return loss
@@ -34,7 +34,7 @@ def loss_or_surrogate(output: Any) -> Tensor:
 
 @torch.no_grad()
 def has_loss(model: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Whether the model computes a loss for `batch`."""
+    """Returns whether the model computes a loss for `batch`."""
     output = model(**clone_batch(batch))
     return isinstance(output, Mapping) and output.get("loss") is not None
 
@@ -54,13 +54,13 @@ _GRID = (1, 4, 4)  # frames, rows and columns of patches of every image
 
 
 def class_names(table: str) -> frozenset[str]:
-    """The model classes in one of transformers' auto mappings, such as "MODEL_FOR_CTC_MAPPING_NAMES"."""
+    """Returns the model classes in one of transformers' auto mappings, such as "MODEL_FOR_CTC_MAPPING_NAMES"."""
     listed = getattr(modeling_auto, table).values()
     return frozenset(name for names in listed for name in ((names,) if isinstance(names, str) else names))
 
 
 def signals_of(model: PreTrainedModel) -> tuple[str, ...]:
-    """Arguments of `model`'s forward, other than tokens, that it requires."""
+    """Returns the arguments of `model`'s forward, other than tokens, that it requires."""
     takes = inspect.signature(model.forward).parameters
     family = FAMILIES.get(model.config.model_type)
     if family and family.inputs:
@@ -78,7 +78,7 @@ def signals_of(model: PreTrainedModel) -> tuple[str, ...]:
 def make_patches(
     model: PreTrainedModel, num_images: int, *, generator: torch.Generator, beside_tokens: bool = False
 ) -> dict[str, Tensor]:
-    """Images for a model that takes the concatenated patches of all images, with the grid of each; else empty.
+    """Returns images for a model that takes the concatenated patches of all images, with the grid of each; else empty.
 
     Args:
         beside_tokens: whether a model that also takes tokens receives images.
@@ -98,7 +98,7 @@ def make_patches(
 
 
 def make_signal(model: PreTrainedModel, name: str, shape: tuple[int, int], *, generator: torch.Generator) -> Tensor:
-    """Noise for an argument in `signals_of`.
+    """Returns noise for an argument in `signals_of`.
 
     Args:
         shape: batch size and sequence length; the latter counts frames after the model's convolutions.
@@ -112,7 +112,7 @@ def make_signal(model: PreTrainedModel, name: str, shape: tuple[int, int], *, ge
 
 
 def _fields(model: PreTrainedModel) -> dict[str, Any]:
-    """Fields of the model's configuration and its nested ones; the outer ones take precedence."""
+    """Returns the fields of the model's configuration and its nested ones; the outer ones take precedence."""
     fields: dict[str, Any] = {}
     for part in sub_configs(model.config):
         fields = {**{key: value for key, value in fields_of(part).items() if value is not None}, **fields}
@@ -183,7 +183,7 @@ _PADDED_SHARE = 4  # every second sequence ends or begins with a quarter of padd
 def make_batch(
     model: PreTrainedModel, *, batch_size: int = 2, sequence_length: int = 16, seed: int, padding: Padding = "none"
 ) -> dict[str, Tensor]:
-    """Random inputs for `model`, with labels if its forward takes them.
+    """Returns random inputs for `model`, with labels if its forward takes them.
 
     Args:
         padding: side of every second sequence where a quarter is masked.
@@ -251,7 +251,7 @@ def _with_medium(
     *,
     encode: Callable[..., Any],
 ) -> dict[str, Tensor]:
-    """The batch with `signal`, and as many placeholder tokens before each row as `encode` makes features."""
+    """Returns the batch with `signal`, and as many placeholder tokens before each row as `encode` makes features."""
     with torch.no_grad():
         output = encode(**signal)
     features = [each for each in tree_leaves(getattr(output, "pooler_output", output)) if isinstance(each, Tensor)]
@@ -271,14 +271,14 @@ def _with_medium(
 
 
 def missing_media(model: nn.Module, batch: Mapping[str, Tensor]) -> list[str]:
-    """Image, video and sound arguments of the model's forward that a batch does not have."""
+    """Returns the image, video and sound arguments of the model's forward that a batch does not have."""
     takes = inspect.signature(model.forward).parameters
     return [name for name in SIGNALS if name in takes and name not in batch]
 
 
 def guess_batches(model: nn.Module) -> list[dict[str, Tensor]]:
-    """Small candidate batches for a forward: that of `make_batch`, or required arguments as token ids [2, 16] or as
-    numbers [2, 16, features of the first linear], with ids as labels.
+    """Returns small candidate batches for a forward: that of `make_batch`, or required arguments as token ids [2, 16]
+    or as numbers [2, 16, features of the first linear], with ids as labels.
     """
     if isinstance(model, PreTrainedModel):
         return [make_batch(model, seed=0)]
@@ -293,7 +293,7 @@ def guess_batches(model: nn.Module) -> list[dict[str, Tensor]]:
 
 
 def _size_of(model: nn.Module, *names: str) -> int:
-    """The first size attribute of one of these names in a module."""
+    """Returns the first size attribute of one of these names in a module."""
     found = (getattr(module, name, None) for module in model.modules() for name in names)
     return next((size for size in found if isinstance(size, int)), 2)
 
@@ -343,7 +343,7 @@ def _classes(config: PreTrainedConfig, rows: int, generator: torch.Generator) ->
 
 
 def _takes(model: PreTrainedModel) -> dict[str, inspect.Parameter]:
-    """Arguments of the model's forward, including those of an overridden forward if it takes `**kwargs`."""
+    """Returns the arguments of the model's forward, including those of an overridden forward if it takes `**kwargs`."""
     found: dict[str, inspect.Parameter] = {}
     for kind in type(model).__mro__:
         if "forward" in vars(kind):
@@ -367,7 +367,7 @@ def _mask(shape: tuple[int, int], padding: Padding) -> Tensor:
 
 
 def _tokens(model: PreTrainedModel, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Random token ids without special ones, which stand for images, padding and ends."""
+    """Returns random token ids without special ones, which stand for images, padding and ends."""
     sizes = [size for part in sub_configs(model.config) if isinstance(size := vars(part).get("vocab_size"), int)]
     special = {
         token

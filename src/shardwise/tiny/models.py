@@ -32,7 +32,7 @@ _NO_MASKS = ("attention", "rnn", "lstm", "gru", "aten::random_")
 
 
 def draws_shared(func: Any, kwargs: Any) -> bool:
-    """Whether an operation draws from torch's default generator."""
+    """Returns whether an operation draws from torch's default generator."""
     return (
         (kwargs or {}).get("generator") is None
         and torch.Tag.nondeterministic_seeded in func.tags
@@ -93,7 +93,7 @@ _STATE_NOISE = 0.02
 
 
 def build_tiny_model(config: PreTrainedConfig, cls: Any, *, seed: int) -> PreTrainedModel:
-    """A model of `config` on the CPU in float32 with random, nonconstant weights; equal for equal seeds.
+    """Returns a model of `config` on the CPU in float32 with random, nonconstant weights; equal for equal seeds.
 
     Args:
         cls: a model class, or an auto class such as `AutoModelForCausalLM`.
@@ -115,7 +115,7 @@ def build_tiny_model(config: PreTrainedConfig, cls: Any, *, seed: int) -> PreTra
 
 
 def _config_for(cls: Any, config: PreTrainedConfig) -> PreTrainedConfig:
-    """The part of `config` for `cls`: text heads of multimodal models take the text configuration."""
+    """Returns the part of `config` for `cls`: text heads of multimodal models take the text configuration."""
     wanted = getattr(cls, "config_class", None)
     if wanted is None or isinstance(config, wanted):
         return config

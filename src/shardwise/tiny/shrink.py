@@ -23,7 +23,8 @@ from shardwise.tiny.families import (
 
 
 def choose_layers(values: Mapping[str, Any], num_layers: int, wanted: int, *, repeats: int = 1) -> list[int]:
-    """Indices of the original layers that the tiny model keeps, ascending: at least `wanted`, `repeats` of each kind.
+    """Returns the indices of the original layers that the tiny model keeps, ascending: at least `wanted`, `repeats` of
+    each kind.
 
     Args:
         wanted: number of layers of the tiny model if there is only one kind.
@@ -39,7 +40,7 @@ def choose_layers(values: Mapping[str, Any], num_layers: int, wanted: int, *, re
 
 
 def shrink_layer_lists(values: Mapping[str, Any], num_layers: int, chosen: list[int]) -> dict[str, Any]:
-    """The attributes that describe each layer, for the chosen layers only."""
+    """Returns the attributes that describe each layer, for the chosen layers only."""
     new: dict[str, Any] = {}
     for name, value in values.items():
         if name in LAYER_PREFIXES and is_count(value):
@@ -56,7 +57,7 @@ def shrink_layer_lists(values: Mapping[str, Any], num_layers: int, chosen: list[
 
 
 def _kind(values: Mapping[str, Any], num_layers: int, index: int) -> tuple[Hashable, ...]:
-    """Kind of layer `index`, by lists and counts."""
+    """Returns the kind of layer `index`, by lists and counts."""
     kind: list[Hashable] = []
     for name, value in values.items():
         if name in LAYER_PREFIXES and is_count(value):
@@ -71,7 +72,7 @@ def _kind(values: Mapping[str, Any], num_layers: int, index: int) -> tuple[Hasha
 
 
 def _cycle(values: Mapping[str, Any]) -> int:
-    """Number of layers that a tiny model needs for every phase of its (shrunk) periods."""
+    """Returns the number of layers that a tiny model needs for every phase of its (shrunk) periods."""
     cycles = [len(value) for name, value in values.items() if name in LAYER_CYCLES and value]
     for name, value in values.items():
         if name in LAYER_PERIODS and is_count(value) and value > 1:
@@ -80,7 +81,7 @@ def _cycle(values: Mapping[str, Any]) -> int:
 
 
 def _shrink_period(values: Mapping[str, Any], name: str) -> dict[str, int]:
-    """A period of at most 2, or 4 with an offset, so that periods of 2 beside it stay visible."""
+    """Returns a period of at most 2, or 4 with an offset, so that periods of 2 beside it stay visible."""
     period, offset_name = values[name], LAYER_PERIODS[name]
     if offset_name is None:
         return {name: min(period, 2)}
@@ -93,7 +94,7 @@ def _is_per_layer(value: object, num_layers: int) -> bool:
 
 
 def _is_index_list(name: str, value: object, num_layers: int) -> bool:
-    """Whether a list holds indices of layers: ascending distinct integers, named after layers or indices."""
+    """Returns whether a list holds indices of layers: ascending distinct integers, named after layers or indices."""
     return (
         isinstance(value, list | tuple)
         and name not in LAYER_FLAGS
@@ -122,7 +123,7 @@ def shrink_config(
     without_dropout: bool = False,
     num_parts: int = 1,
 ) -> PreTrainedConfig:
-    """A tiny copy of `config` with the same structure. `config` is not changed.
+    """Returns a tiny copy of `config` with the same structure. `config` is not changed.
 
     Kept: model type, ties, biases, norms, activations, the grouping of heads, whether heads and hidden size are
     coupled, routing, ranks, and every kind of layer. Heads, experts and inner sizes are divisible by 2 and 4; the
@@ -155,7 +156,7 @@ def shrink_config(
 
 
 def keep_layers(config: PreTrainedConfig, *, num_layers: int = 2) -> PreTrainedConfig:
-    """A copy of `config` with few layers, of every kind, at its own sizes, with deterministic forwards."""
+    """Returns a copy of `config` with few layers, of every kind, at its own sizes, with deterministic forwards."""
     short = copy.deepcopy(config)
     for original, part in zip(sub_configs(config), list(sub_configs(short)), strict=True):
         shrink = _Shrink(original, set(), num_layers=num_layers, vocab_size=0, num_parts=1)
@@ -204,12 +205,12 @@ class _Shrink:
         self._width = 0
 
     def query_heads(self) -> list[int]:
-        """Numbers of query heads of the tiny model, of every kind."""
+        """Returns the numbers of query heads of the tiny model, of every kind."""
         counts = (value for name, value in self._old.items() if name in rules.QUERY_HEADS)
         return [self._query_heads(value) for value in counts if is_count(value)]
 
     def values(self, width: int) -> dict[str, Any]:
-        """Changed attributes and their values, in a tiny model of hidden size `width`."""
+        """Returns the changed attributes and their values, in a tiny model of hidden size `width`."""
         self._width = width
         new = self.layers()
         sizes = {**self._old, **new}
@@ -226,14 +227,14 @@ class _Shrink:
         }
 
     def new_overrides(self, new: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-        """Per layer, the fields in which it differs, in the original's proportions."""
+        """Returns by layer the fields in which it differs, in the original's proportions."""
         return {
             place: {name: self._override(name, value, new) for name, value in fields.items()}
             for place, fields in self.kept_overrides().items()
         }
 
     def kept_overrides(self) -> dict[int, Mapping[str, Any]]:
-        """Per layer, the fields in which it differs, unchanged."""
+        """Returns by layer the fields in which it differs, unchanged."""
         kept = enumerate(self._chosen)
         return {place: self.overrides[index] for place, index in kept if index in self.overrides}
 
@@ -249,7 +250,7 @@ class _Shrink:
         return max(1, round(new.get(name, rest) * value / rest / unit) * unit)
 
     def layers(self) -> dict[str, Any]:
-        """Changed attributes that count layers or describe each."""
+        """Returns the changed attributes that count layers or describe each."""
         total = read_field(self._config, "num_hidden_layers")
         new: dict[str, Any] = {}
         count = self._num_layers
@@ -330,7 +331,7 @@ class _Shrink:
         return min(max(scaled, multiple), 4 * self._width)
 
     def _tokens(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Special tokens inside the vocabulary, distinct like the original's."""
+        """Returns special tokens inside the vocabulary, distinct like the original's."""
         vocab_size = values.get("vocab_size", self._vocab_size)
         vocab_size = vocab_size if isinstance(vocab_size, int) else self._vocab_size
         names = [name for name in values if name.endswith(_TOKENS)]
@@ -344,12 +345,12 @@ class _Shrink:
 
 
 def _zero(value: Any) -> Any:
-    """Zero probability, for one rate or a list of rates."""
+    """Returns zero probability, for one rate or a list of rates."""
     return type(value)(0.0 for _ in value) if isinstance(value, list | tuple) else 0.0
 
 
 def _width_of(heads: Iterable[int]) -> int:
-    """A hidden size divisible by all these numbers of heads, with at least 4 channels per head."""
+    """Returns a hidden size divisible by all these numbers of heads, with at least 4 channels per head."""
     counts = {1, *heads}
     together = math.lcm(*counts)
     return -(-max(rules.HIDDEN, 4 * max(counts)) // together) * together
@@ -360,7 +361,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _shrink_rotary(original: PreTrainedConfig, tiny: PreTrainedConfig) -> dict[str, Any]:
-    """The rotary attributes of `tiny` that its head size changes, given those of `original`."""
+    """Returns the rotary attributes of `tiny` that its head size changes, given those of `original`."""
     old_dim, new_dim = _rotated_dim(original), _rotated_dim(tiny)
     values = vars(tiny)
     new: dict[str, Any] = {}
@@ -386,7 +387,7 @@ def _shrink_rotary(original: PreTrainedConfig, tiny: PreTrainedConfig) -> dict[s
 
 
 def _has_sections(config: PreTrainedConfig) -> bool:
-    """Whether the model divides frequencies between time, height and width, with default sections."""
+    """Returns whether the model divides frequencies between time, height and width, with default sections."""
     return "mrope_section" in (getattr(config, "ignore_keys_at_rope_validation", None) or ())
 
 

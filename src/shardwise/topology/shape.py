@@ -122,7 +122,7 @@ class MeshShape:
 
     @classmethod
     def filling(cls, world_size: int, *, tp_size: int = 1, pp_size: int = 1, shards: bool = False) -> "MeshShape":
-        """The shape of `world_size` ranks with these tp and pp sizes; the rest are data ranks.
+        """Returns the shape of `world_size` ranks with these tp and pp sizes; all other ranks are data ranks.
 
         Args:
             shards: whether data ranks shard (`fsdp`) or replicate (`ddp`).
@@ -155,7 +155,7 @@ class MeshShape:
         return ((axis, getattr(self, SIZE_NAMES[axis])) for axis in AXES)
 
     def size(self, axis: str) -> int:
-        """Number of ranks along `axis`. Raises `MeshError` for an unknown axis."""
+        """Returns the number of ranks along `axis`. Raises `MeshError` for an unknown axis."""
         check_axis(axis)
         size: int = getattr(self, SIZE_NAMES[axis])
         return size
@@ -171,12 +171,12 @@ class MeshShape:
         return math.prod(self.size(axis) for axis in DATA_AXES)
 
     def data_rank(self, rank: int) -> int:
-        """Index of the batch that `rank` reads. Raises `MeshError` for a rank outside the mesh."""
+        """Returns the index of the batch that `rank` reads. Raises `MeshError` for a rank outside the mesh."""
         coords = self.coords(rank)
         return coords["ddp"] * self.fsdp_size + coords["fsdp"]
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Coordinates of `rank` on every axis, outermost first.
+        """Returns the coordinates of `rank` on every axis, outermost first.
 
         Raises:
             MeshError: `rank` is outside the mesh.
@@ -189,7 +189,7 @@ class MeshShape:
         return {axis: coords[axis] for axis in AXES}
 
     def rank(self, **coords: int) -> int:
-        """The rank at `coords`; an axis of size 1 may be left out.
+        """Returns the rank at `coords`; an axis of size 1 may be left out.
 
         Raises:
             MeshError: an axis is unknown or missing, or a coord is outside its axis.
@@ -213,7 +213,8 @@ class MeshShape:
         return rank
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """Rank lists along `axes`: each group holds the ranks that differ only in their coords on these axes.
+        """Returns the rank lists along `axes`: each group holds the ranks that differ only in their coords on these
+        axes.
 
         Every rank is in exactly one group; ranks ascend within a group and groups ascend by their first rank. Without
         axes every rank is a group of its own.
@@ -261,8 +262,8 @@ class MeshShape:
 
 
 def describe_crossing(shape: MeshShape, ranks_per_machine: int) -> str | None:
-    """What is wrong with a layout whose groups along the innermost axis, which communicate in every layer, reach over
-    several machines; None where none does. Ranks are numbered machine by machine, as launchers do.
+    """Returns what is wrong with a layout whose groups along the innermost axis, which communicate in every layer,
+    reach over several machines; None where none does. Ranks are numbered machine by machine, as launchers do.
     """
     axis = AXES[-1]
     for group in shape.groups(axis):

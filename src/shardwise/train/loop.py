@@ -272,7 +272,7 @@ def _diverged(loss: float, grad_norm: float, *, step: int, why: str) -> Gradient
 
 
 def _report(reporter: Reporter, record: StepRecord) -> bool:
-    """Whether the reporter accepted the record. An error of a reporter does not end the run."""
+    """Returns whether the reporter accepted the record. An error of a reporter does not end the run."""
     try:
         reporter.report(record)
     except OSError as error:

@@ -196,7 +196,7 @@ class TrainConfig:
 
 
 def check_config(config: TrainConfig) -> list[Problem]:
-    """Every error in `config` that its values show, besides their types and bounds."""
+    """Returns every error in `config` that its values show, besides their types and bounds."""
     return [
         *_check_sources(config),
         *check_data(config.data, config.evaluation),
@@ -207,7 +207,7 @@ def check_config(config: TrainConfig) -> list[Problem]:
 
 
 def lr_factor(schedule: ScheduleConfig, *, step: int, num_steps: int) -> float:
-    """Factor of the peak learning rate at `step` (from 0) of `num_steps`."""
+    """Returns the factor of the peak learning rate at `step` (from 0) of `num_steps`."""
     if step < schedule.warmup_steps:
         return (step + 1) / (schedule.warmup_steps + 1)
     if schedule.name == "constant":

@@ -242,7 +242,7 @@ class TrainStep:
     def _sum_over_data(
         self, checked: _Checked | None, fault: Exception | None, described: Mapping[str, Any]
     ) -> tuple[Count, float | Tensor]:
-        """The targets and operations of all data ranks' batches.
+        """Returns the targets and operations of all data ranks' batches.
 
         Where the device computes by itself the sums stay there, and whether the ranks made the same call is read at the
         next step: no host waits for another one. Then a rank whose batch is at fault raises at once, and the others in
@@ -280,7 +280,7 @@ class TrainStep:
         return totals[0], totals[1] * 1e3
 
     def _place(self, batch: Mapping[str, Any], checked: _Checked) -> list[dict[str, Any]]:
-        """The microbatches on the device, with masks whose content the host knows."""
+        """Returns the microbatches on the device, with masks whose content the host knows."""
         if isinstance(batch, DeviceBatch):
             placed = batch.take()
         else:
@@ -317,7 +317,7 @@ class TrainStep:
                 total += loss.detach().float() * weight
 
     def _forward(self, batch: TargetWeights, number: int) -> Tensor:
-        """Mean loss of a microbatch.
+        """Returns the mean loss of a microbatch.
 
         The first microbatch decides, for all data ranks alike, whether the model uses the host's masks. If it ignored
         them although rows hold several documents, it runs again with full masks on all ranks.
@@ -349,7 +349,7 @@ class TrainStep:
         return count_targets(self.model, part, stays=stays)
 
     def _describe(self) -> dict[str, Any]:
-        """Facts besides the rows that must be equal on all ranks."""
+        """Returns the facts besides the rows that must be equal on all ranks."""
         if self._pipeline is not None:
             also: dict[str, Any] = {"the model": self._pipeline.name}
         else:
@@ -375,13 +375,13 @@ class TrainStep:
                 handle.remove()
 
     def _arguments(self, batch: TargetWeights, number: int) -> dict[str, Any]:
-        """Arguments of the forward."""
+        """Returns the arguments of the forward."""
         arguments = batch.arguments(number)
         returned = {"return_dict": True} if self._as_tuple or arguments.get("return_dict") is False else {}
         return self._defaults | arguments | returned
 
     def _weighted(self, loss: Tensor, weight: Weight, scale: Weight) -> Tensor:
-        """The scalar on which backward is called."""
+        """Returns the scalar on which backward is called."""
         factor = weight * self._loss_factor * scale
         return loss if not isinstance(factor, Tensor) and factor == 1.0 else loss * factor
 
@@ -405,7 +405,7 @@ class TrainStep:
 
 
 def _on_device(number: Count, device: torch.device) -> Tensor:
-    """A number as an int64 scalar on the device, without host synchronization."""
+    """Returns a number as an int64 scalar on the device, without host synchronization."""
     return number.long() if isinstance(number, Tensor) else torch.full((), number, dtype=torch.int64, device=device)
 
 

@@ -246,11 +246,11 @@ class _StateStore:
         return self.tensors[key]
 
     def count(self, nbytes: int) -> None:
-        """Counts nothing: nothing is read from disk."""
+        """Counts nothing, because nothing is read from disk."""
 
 
 def has_tied_weights(model: nn.Module, tensor_of: Mapping[str, str]) -> bool:
-    """Whether all names that transformers ties share one tensor.
+    """Returns whether all names that transformers ties share one tensor.
 
     Args:
         tensor_of: name to the name of its tensor; missing names have their own tensor.

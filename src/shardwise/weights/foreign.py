@@ -29,7 +29,7 @@ from shardwise.weights.nodes import StoredTensor
 
 @dataclass(frozen=True)
 class Chunk:
-    """Elements `box` of a tensor, which `read` returns from `path`."""
+    """A box of a tensor that another system stored at `path`; `read` returns its elements."""
 
     box: Box
     path: Path
@@ -37,7 +37,7 @@ class Chunk:
 
     @classmethod
     def of(cls, value: Tensor, box: Box, path: Path) -> "Chunk":
-        """A chunk whose elements are memory-mapped or in memory."""
+        """Returns a chunk whose elements are memory-mapped or in memory."""
         return cls(box, path, lambda: value)
 
 
@@ -62,7 +62,7 @@ class ChunkedIndex(CheckpointIndex):
         }
 
     def node(self, key: str) -> StoredTensor:
-        """Lazy tensor of `key`, read box by box."""
+        """Returns a lazy tensor of `key`, read box by box."""
         entry = self[key]
         return _Chunked(self, key, entry.shape, entry.dtype, self._tensors[key].chunks)
 
@@ -76,7 +76,7 @@ class ChunkedIndex(CheckpointIndex):
         return _read(self._tensors[key].chunks[0], key)
 
     def map_tensor(self, key: str) -> Tensor:
-        """The tensor of `key`, in memory."""
+        """Returns the tensor of `key`, in memory."""
         full = torch.empty(self[key].shape, dtype=self[key].dtype)
         self.node(key).fill(full_box(full.shape), full)
         return full
@@ -107,7 +107,7 @@ def _read(chunk: Chunk, key: str) -> Tensor:
 
 
 def _checked(key: str, tensor: ChunkedTensor, location: str) -> ChunkedTensor:
-    """`tensor` without duplicate chunks: several ranks may have written the same one."""
+    """Returns `tensor` without duplicate chunks: several ranks may have written the same one."""
     chunks = list({chunk.box: chunk for chunk in tensor.chunks}.values())
     full = full_box(tensor.shape)
     boxes = [chunk.box for chunk in chunks if volume(chunk.box)]
@@ -174,7 +174,7 @@ def open_dcp(directory: Path) -> ChunkedIndex:
 
 
 def _model_names(tensors: Mapping[str, Any], planner_data: Any) -> dict[str, str]:
-    """The model's tensors: key to name, by the nesting of the saved dictionary."""
+    """Returns the model's tensors: key to name, by the nesting of the saved dictionary."""
     held = [key for key, each in tensors.items() if isinstance(each, metadata.TensorStorageMetadata)]
     paths = {key: tuple((planner_data or {}).get(key, (key,))) for key in held}
     for place in (("model",), ("state_dict",), ("app", "model"), ("state", "model")):
@@ -236,7 +236,7 @@ def _box(offsets: Iterable[int], sizes: Iterable[int]) -> Box:
 
 
 def config_place(source: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """Place of the model's config: `source`, or beside or inside another system's checkpoint."""
+    """Returns the place of the model's config: `source`, or beside or inside another system's checkpoint."""
     path = Path(source)
     if not path.is_dir() or locate.kind_of(path) not in locate.CONVERTIBLE:
         return source

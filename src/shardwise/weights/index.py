@@ -83,12 +83,13 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
         self._mapped.clear()
 
     def node(self, key: str) -> StoredTensor:
-        """Lazy tensor of `key`, read box by box."""
+        """Returns a lazy tensor of `key`, read box by box."""
         entry = self[key]
         return _Mapped(self, key, entry.shape, entry.dtype)
 
     def describe(self) -> dict[str, str]:
-        """Text per key that differs for different weights with near certainty: dtype, shape, checksum of some bytes.
+        """Returns a text per key that differs for different weights with near certainty: dtype, shape, checksum of some
+        bytes.
 
         Touches one page at each of up to a thousand places.
         """
@@ -101,18 +102,18 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
         }
 
     def digest(self) -> str:
-        """Digest of `describe`."""
+        """Returns a digest of `describe`."""
         return hashlib.sha256(repr(self.describe()).encode()).hexdigest()[:32]
 
     def _to_sample(self) -> set[str]:
         return set(list(self)[:: -(-len(self) // _SAMPLES)]) if self else set()
 
     def _mapped_part(self, key: str) -> torch.Tensor:
-        """The tensor, or a part of it that is cheap to read."""
+        """Returns the tensor, or a part of it that is cheap to read."""
         return self.map_tensor(key)
 
     def map_tensor(self, key: str) -> torch.Tensor:
-        """`key` as a tensor over the mapped file: nothing is read until elements are copied from it.
+        """Returns `key` as a tensor over the mapped file: nothing is read until elements are copied from it.
 
         Never write to it, and release it soon: it keeps the file mapped.
         """
@@ -126,7 +127,7 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
 @dataclass(eq=False)
 class _Mapped(StoredTensor):
     def map_rows(self, box: Box) -> torch.Tensor | None:
-        """The elements `box` as a tensor over its own private mapping; None if they are not contiguous.
+        """Returns the elements `box` as a tensor over its own private mapping; None if they are not contiguous.
 
         Pages are read when touched, and copied when written, so the file never changes. The storage holds only these
         elements. Replacing or deleting the file does no harm; truncating it in place would.

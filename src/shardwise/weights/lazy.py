@@ -42,17 +42,17 @@ class LazyTensor(torch.Tensor):
 
     @classmethod
     def of(cls, store: Store, key: str, shape: Sequence[int], dtype: torch.dtype) -> "LazyTensor":
-        """Lazy tensor of the stored tensor `key`."""
+        """Returns a lazy tensor of the stored tensor `key`."""
         return cls.of_node(StoredTensor(store, key, tuple(shape), dtype))
 
     @classmethod
     def of_node(cls, node: StoredTensor) -> "LazyTensor":
-        """Lazy tensor of a stored tensor."""
+        """Returns a lazy tensor of a stored tensor."""
         return cls(node, torch.empty(node.shape, dtype=node.dtype, device="meta"))
 
     @classmethod
     def of_value(cls, value: torch.Tensor) -> "LazyTensor":
-        """Lazy tensor of an ordinary tensor in memory."""
+        """Returns a lazy tensor of an ordinary tensor in memory."""
         return cls(_node_of(value), value.to("meta"))
 
     # Every operation goes to __torch_dispatch__, where few and primitive ones arrive.
@@ -73,7 +73,7 @@ class LazyTensor(torch.Tensor):
         return tuple(dict.fromkeys(node.key for node in self.node.walk() if isinstance(node, StoredTensor)))
 
     def read(self, box: Box | None = None, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The elements `box` (default: all) as a new tensor that owns its storage."""
+        """Returns the elements `box` (default: all) as a new tensor that owns its storage."""
         box = full_box(tuple(self.shape)) if box is None else box
         out = torch.empty(shape_of(box), dtype=dtype or self.dtype)
         self.fill(box, out)
@@ -87,7 +87,7 @@ class LazyTensor(torch.Tensor):
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> torch.Tensor:
-        """New tensor of `local_shape` that owns its storage, filled by `pieces` of this tensor.
+        """Returns a new tensor of `local_shape` that owns its storage, filled by `pieces` of this tensor.
 
         Elements go from the checkpoint directly to their place; nothing else of their size is allocated.
         """
@@ -98,7 +98,7 @@ class LazyTensor(torch.Tensor):
         return out
 
     def map_local(self, pieces: Sequence[Piece], local_shape: Sequence[int]) -> torch.Tensor | None:
-        """`read_local` as private pages of the checkpoint's mapping if the part is contiguous there; else None.
+        """Returns `read_local` as private pages of the checkpoint's mapping if the part is contiguous there; else None.
 
         Nothing is read until it is touched. Writing copies the pages.
         """
@@ -161,7 +161,7 @@ class _Constant:
         return self._value
 
     def count(self, nbytes: int) -> None:
-        """Counts nothing: the tensor is not read from a checkpoint."""
+        """Counts nothing, because the tensor is not read from a checkpoint."""
 
 
 def _same(meta: torch.Tensor, source: LazyTensor, **_: Any) -> Node:

@@ -53,12 +53,12 @@ _KINDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 
 
 def kind_of(path: Path) -> str | None:
-    """Kind of the directory `path`; None if unknown."""
+    """Returns the kind of checkpoint that the directory `path` holds; None if unknown."""
     return _find(path)[0]
 
 
 def describe_kind(path: Path) -> dict[str, str]:
-    """`why` and `fix` of an error about a directory without a checkpoint."""
+    """Returns `why` and `fix` of an error about a directory without a checkpoint."""
     kind, fix = _find(path)
     if kind is None:
         return {"fix": "pass a directory of checkpoints, as shardwise.save_checkpoint writes them"}
@@ -145,7 +145,7 @@ def locate_files(
 
 
 def locate_source(path_or_hub_id: str | os.PathLike[str], **hub_options: Any) -> Path | None:
-    """The directory that `path_or_hub_id` names; None for a hub id (no directory, but a valid name).
+    """Returns the directory that `path_or_hub_id` names; None for a hub id (no directory, but a valid name).
 
     If the cache has nothing of a hub id, the hub is asked once. The hub's own library would retry for half a minute.
     """

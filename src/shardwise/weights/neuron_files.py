@@ -106,7 +106,7 @@ def open_optimum_neuron(directory: Path) -> ChunkedIndex:
 
 
 def _originals(name: str, heads: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The model's names of the tensors fused into `name`, each with "q", "k", "v", "output" or ""."""
+    """Returns the model's names of the tensors fused into `name`, each with "q", "k", "v", "output" or ""."""
     renamed = heads.get("original_names_to_gqa_qkv_names") or {}
     originals = [original for original, found in renamed.items() if found == name]
     kinds = "qkv" if name.endswith("_qkv") else name[-1]
@@ -154,7 +154,7 @@ def _order(kind: str, total: int, heads: Mapping[str, Any]) -> list[tuple[int, i
 
 
 def _stages(directory: Path) -> dict[int, list[Path]]:
-    """Files of data rank 0 by stage, in the order of tp ranks."""
+    """Returns the files of data rank 0 by stage, in the order of tp ranks."""
     found: dict[int, dict[int, Path]] = {}
     for path in sorted(directory.glob("dp_rank_*.pt")):
         match = _NAME.fullmatch(path.name)
@@ -180,7 +180,7 @@ def _load(path: Path) -> Any:
 
 
 def _load_state(path: Path) -> dict[str, Tensor]:
-    """A rank's tensors; with xser each is in its own file."""
+    """Returns a rank's tensors; with xser each is in its own file."""
     state = _load(path)
     if not isinstance(state, Mapping):
         raise LoadError(f"{path.name} holds a {type(state).__name__}", at=str(path), why="a state dict was expected")

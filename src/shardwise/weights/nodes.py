@@ -121,7 +121,7 @@ class Store(Protocol):
     """Source of stored tensors; `CheckpointIndex` is one."""
 
     def map_tensor(self, key: str) -> torch.Tensor:
-        """The tensor `key`, without copying it."""
+        """Returns the tensor `key`, without copying it."""
         ...
 
     def count(self, nbytes: int) -> None:
@@ -141,7 +141,7 @@ class Node(ABC):
         """Copies the elements `box` into `out`."""
 
     def map_rows(self, box: Box) -> torch.Tensor | None:
-        """The elements `box` as a new lazily mapped tensor, if the store supports it; else None."""
+        """Returns the elements `box` as a new lazily mapped tensor, if the store supports it; else None."""
         return None
 
     def walk(self) -> "Iterator[Node]":

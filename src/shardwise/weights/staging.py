@@ -21,7 +21,7 @@ _ASIDE = re.compile(r"\.(?P<name>.+)\.replaced")
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` is a URL, of which pathlib would make directories `s3:` and `bucket`."""
+    """Returns whether `path` is a URL, of which pathlib would make directories `s3:` and `bucket`."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) is not None
 
 
@@ -90,18 +90,18 @@ class StagedDirectory:
 
 
 def aside_of(target: Path) -> Path:
-    """Name to which an existing `target` is moved while it is replaced."""
+    """Returns the name to which an existing `target` is moved while it is replaced."""
     return target.with_name(f".{target.name}.replaced")
 
 
 def find_asides(parent: Path) -> dict[str, Path]:
-    """Directories in `parent` that a crash left under such a name, by their original names."""
+    """Returns the directories in `parent` that a crash left under such a name, by their original names."""
     matches = ((_ASIDE.fullmatch(path.name), path) for path in parent.iterdir())
     return {match["name"]: path for match, path in matches if match}
 
 
 def leftovers(parent: Path) -> list[Path]:
-    """Unfinished directories in `parent` that crashed saves of any process left."""
+    """Returns the unfinished directories in `parent` that crashed saves of any process left."""
     return [path for path in parent.iterdir() if _LEFTOVER.fullmatch(path.name)]
 
 

@@ -112,18 +112,18 @@ class TensorFileWriter:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in host memory, in row-major order; copied only if it is not contiguous."""
+    """Returns the bytes of a tensor in host memory, in row-major order; copied only if it is not contiguous."""
     return memoryview(as_bytes(tensor.detach()).numpy().data) if tensor.numel() else memoryview(b"")
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The elements in row-major order as `uint8`: a view of a contiguous tensor, else of a copy."""
+    """Returns the elements in row-major order as `uint8`: a view of a contiguous tensor, else of a copy."""
     flat = tensor.contiguous().reshape(-1)
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element counts as contiguous whatever its stride
 
 
 def crc_of(tensor: Tensor) -> int:
-    """CRC-32 of a tensor's bytes, as `TensorFileWriter.write` returns it."""
+    """Returns the CRC-32 of a tensor's bytes, as `TensorFileWriter.write` returns it."""
     return zlib.crc32(bytes_of(tensor))
 
 
@@ -162,11 +162,11 @@ class PlannedShards:
         self._files: dict[int, tuple[TensorFileWriter, list[Planned]]] = {}
 
     def shard_of(self, name: str) -> int:
-        """Number of the shard that holds a tensor."""
+        """Returns the number of the shard that holds a tensor."""
         return self._shards[name]
 
     def path(self, number: int) -> Path:
-        """Temporary path of a shard."""
+        """Returns the temporary path of a shard."""
         return self._staging / f".shard-{number}"
 
     def write(self, name: str, tensor: torch.Tensor) -> None:

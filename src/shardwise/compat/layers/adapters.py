@@ -47,7 +47,7 @@ class _SplitLora(Linear):
         return module.in_features, out if isinstance(out, int) else out[0] + 2 * out[1]
 
     def _drops_alike(self, base: Any) -> bool:
-        """Whether tp ranks drop the same inputs, because all of them have the full input."""
+        """Returns whether tp ranks drop the same inputs, because all of them have the full input."""
         return base.sequence_dim is None
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:

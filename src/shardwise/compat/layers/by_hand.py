@@ -191,8 +191,8 @@ def _plan(model: nn.Module, mesh: Mesh, policy: FsdpPolicy | None) -> SplitPlan:
 
 
 def layer_order_by_hand(model: nn.Module, mesh: Mesh, *, layers: Collection[str] = ()) -> LayerOrder:
-    """`find_layer_order` for a hand-written model. It has no tiny model, so copies of the model itself run, on the
-    first batch of `guess_batches` that works.
+    """Does the work of `find_layer_order` for a hand-written model. It has no tiny model, so copies of the model itself
+    run, on the first batch of `guess_batches` that works.
 
     Args:
         model: real, the same on every rank; may hold parallel layers over tp of `mesh`.

@@ -198,7 +198,7 @@ class StandaloneEmbedding(SplitEmbedding, _LookUp):
         return split_full(out, self._split.tp.group, dim=self.sequence_dim, sizes=sizes)
 
     def own_ids(self, ids: Tensor) -> Tensor:
-        """The ids whose rows this rank returns, in the order of the output."""
+        """Returns the ids whose rows this rank returns, in the order of the output."""
         if self.sequence_dim is None:
             return ids
         ids = ids.transpose(0, 1) if self.sequence_dim == 0 else ids

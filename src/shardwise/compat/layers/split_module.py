@@ -94,7 +94,7 @@ class SplitModule(nn.Module):
         attach_entry(self, name, ParameterEntry(fqn=name, layout=layout, registry=self._provisional))
 
     def divide_again(self, name: str, split: Split) -> None:
-        """Changes the split of a parameter, in place.
+        """Changes the split of the parameter `name` to `split`, in place.
 
         Communicates: over tp, one all-gather of the parameter.
         """
@@ -162,8 +162,8 @@ def layout_of(shape: Sequence[int], split: Split | None, mesh: Mesh, *, data_axe
 
 
 def by_hand(parameter: Tensor, mesh: Mesh) -> Split | None:
-    """Split of a parameter that the user has sliced: marked by `tensor_model_parallel` True and `partition_dim` (and
-    `partition_stride`: sections of a fused parameter, each split). None for other parameters.
+    """Returns the split of a parameter that the user has sliced: marked by `tensor_model_parallel` True and
+    `partition_dim` (and `partition_stride`: sections of a fused parameter, each split). None for other parameters.
     """
     parts, said = mesh.size("tp"), vars(parameter)
     if parts == 1 or not said.get("tensor_model_parallel", False):
@@ -178,7 +178,7 @@ def by_hand(parameter: Tensor, mesh: Mesh) -> Split | None:
 
 
 def mark_known(parameters: Iterable[Tensor], mesh: Mesh) -> None:
-    """Registers parameters without an entry, of which every rank holds all, except those split `by_hand`."""
+    """Gives parameters without an entry one: as sliced by the user (`by_hand`), else as replicated on every rank."""
     registry = Registry(mesh=mesh, plan=SplitPlan(shape=mesh.shape, parameters={}), context=SplitContext.of(mesh))
     for parameter in parameters:
         if entry_of(parameter) is None:
@@ -189,7 +189,7 @@ def mark_known(parameters: Iterable[Tensor], mesh: Mesh) -> None:
 def new_linear(
     out_features: int, in_features: int, *, bias: bool, init_weight: Init | None, dtype: torch.dtype | None
 ) -> dict[str, Tensor | None]:
-    """The initial full `weight` and `bias` of an `nn.Linear`, from the same random numbers."""
+    """Draws the full `weight` and `bias` of a linear from the same random numbers as `nn.Linear` does."""
     weight = torch.empty(out_features, in_features, dtype=dtype)
     if init_weight is None:
         init.kaiming_uniform_(weight, a=math.sqrt(5))
@@ -202,7 +202,7 @@ def new_linear(
 
 
 def gather_features(x: Tensor, split: Split, context: SplitContext) -> Tensor:
-    """All ranks' features, in the order of the full tensor."""
+    """Returns all ranks' features, in the order of the full tensor."""
     if context.tp.group is None:
         return x
     joined = gather_full(x, context.tp.group, dim=x.ndim - 1, sizes=split.local_sizes)
@@ -211,7 +211,7 @@ def gather_features(x: Tensor, split: Split, context: SplitContext) -> Tensor:
 
 
 def own_features(x: Tensor, split: Split, context: SplitContext) -> Tensor:
-    """This rank's features of a full tensor."""
+    """Returns this rank's part of the last dim of a full `x`. Backward gathers the gradient."""
     if context.tp.group is None:
         return x
     order = _stored_order(split)
@@ -220,6 +220,6 @@ def own_features(x: Tensor, split: Split, context: SplitContext) -> Tensor:
 
 
 def _stored_order(split: Split) -> list[int] | None:
-    """Features of the full tensor in the order of the concatenated parts; None if they are in order."""
+    """Returns the features of the full tensor in the order of the concatenated parts; None if they are in order."""
     order = [index for pieces in split.pieces for start, stop in pieces for index in range(start, stop)]
     return None if order == list(range(len(order))) else order

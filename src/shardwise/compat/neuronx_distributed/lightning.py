@@ -71,7 +71,7 @@ class NeuronLTModule(LightningModule):
         return self.model(*args, **kwargs)
 
     def configure_optimizers(self) -> Any:
-        """The optimizer, and the scheduler, which advances every step."""
+        """Returns the optimizer, and the scheduler, which advances every step."""
         build = lambda groups, **options: self.opt_cls(groups, *self.opt_args, **options)  # noqa: E731
         parameters = self.model.parameters()
         optimizer = nxd_trainer.initialize_parallel_optimizer(self.nxd_config, build, parameters, **self.opt_kwargs)
@@ -81,7 +81,7 @@ class NeuronLTModule(LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """The loss of all ranks; with `manual_opt` also steps the optimizer."""
+        """Returns the loss of all ranks; with `manual_opt` also steps the optimizer."""
         if self.automatic_optimization:
             loss = self.model(**batch).loss
         else:

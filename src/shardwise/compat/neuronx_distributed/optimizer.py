@@ -76,7 +76,7 @@ class NeuronZero1Optimizer(NxDOptimizer):
         return inner_of(self.optimizer)
 
     def state_dict(self) -> Any:
-        """The states of this rank."""
+        """Returns the states of this rank."""
         return local_state_of(self.base_optimizer)
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -126,7 +126,7 @@ def _place(directory: str | os.PathLike[str]) -> Path:
 def build_sharded(
     parameters: Iterable[Any], optimizer_class: type[torch.optim.Optimizer], mesh: Mesh, **options: Any
 ) -> torch.optim.Optimizer:
-    """An optimizer of that class with states sharded over data ranks."""
+    """Returns an optimizer of that class with states sharded over data ranks."""
     check_class(optimizer_class)
     groups, group = divided_groups(parameters), mesh.group(*DATA_AXES)
     if group is None or any(isinstance(each, DTensor) for own in groups for each in own["params"]):

@@ -40,7 +40,7 @@ def mark_step(wait: bool = False) -> None:
 
 
 def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
-    """The device of this rank."""
+    """Returns the device of this rank."""
     return mesh.device if (mesh := ps.opened_mesh()) is not None else pick_device(None)
 
 

@@ -144,7 +144,8 @@ def nvfsdp_strategy_parallelize(
     nccl_ub: bool = False,
     fsdp_double_buffer: bool = False,
 ) -> nn.Module:
-    """`fsdp2_strategy_parallelize` with nvFSDP's arguments, implemented by FSDP2 (docs/migrate/nemo_automodel.md).
+    """Runs `fsdp2_strategy_parallelize` with nvFSDP's arguments; FSDP2 implements them
+    (docs/migrate/nemo_automodel.md).
 
     Args:
         nvfsdp_unit_modules: import paths of the classes whose instances are FSDP units; None: the whole model.
@@ -183,7 +184,7 @@ def nvfsdp_strategy_parallelize(
 
 
 def import_classes_from_paths(class_paths: list[str]) -> list[type]:
-    """The classes at dotted paths.
+    """Returns the classes at dotted paths.
 
     Raises:
         ConfigError: the argument is no list, or some paths lead to no class; lists every one.
@@ -204,7 +205,7 @@ def import_classes_from_paths(class_paths: list[str]) -> list[type]:
 
 
 def _unit_names(model: nn.Module, paths: list[str]) -> tuple[str, ...]:
-    """Names of the modules that are instances of the classes at `paths`."""
+    """Returns the names of the modules that are instances of the classes at `paths`."""
     classes = tuple(import_classes_from_paths(paths))
     modules = {name: module for name, module in model.named_modules() if name}
     for path, each in zip(paths, classes, strict=True):
@@ -218,8 +219,8 @@ def _unit_names(model: nn.Module, paths: list[str]) -> tuple[str, ...]:
 
 
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
-    """The tensor-parallel plan of a model, for any architecture: patterns of module names to torch's styles, or to
-    `RuleStyle`s where torch has none.
+    """Returns the tensor-parallel plan of a model, for any architecture: patterns of module names to torch's styles, or
+    to `RuleStyle`s where torch has none.
 
     Raises:
         PlanError: there is no plan that computes the same.
@@ -288,7 +289,7 @@ def _parallelize(
 
 
 def _own_dtype(model: nn.Module) -> torch.dtype:
-    """Dtype of the model's first floating-point parameter."""
+    """Returns the dtype of the model's first floating-point parameter."""
     return next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
 
 
@@ -362,7 +363,7 @@ class RuleStyle(ParallelStyle):
 
 
 def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
-    """Style object for a style string of transformers or Shardwise.
+    """Returns the style object for a style string of transformers or Shardwise.
 
     Raises:
         PlanError: the argument is no string, or no style.
@@ -387,7 +388,7 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
 
 
 def _import_from_path(path: str) -> Any:
-    """The object at a dotted path such as `package.module.Name`."""
+    """Returns the object at a dotted path such as `package.module.Name`."""
     try:
         if "." not in path:
             raise ValueError("it names a module and an object in it")
@@ -431,7 +432,7 @@ def read_plan(plan: Any, model: nn.Module) -> tuple[str | Plan, bool]:
 
 
 def _is_ours(pattern: str) -> bool:
-    """Whether a pattern means the same for `fnmatch`, which torch uses, and for us."""
+    """Returns whether a pattern means the same for `fnmatch`, which torch uses, and for us."""
     return all(part in ("*", "**") or not set(part) & set("*?[") for part in pattern.split("."))
 
 
@@ -443,7 +444,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _styles(pattern: str, style: Any, model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
-    """Our styles for the user's style of a pattern; empty if sequence parallelism itself covers it."""
+    """Returns our styles for the user's style of a pattern; empty if sequence parallelism itself covers it."""
     if isinstance(style, str):
         style = translate_to_torch_parallel_style(style)
     if isinstance(style, RuleStyle):

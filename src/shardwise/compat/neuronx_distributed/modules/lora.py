@@ -61,21 +61,23 @@ class LoraConfig:
             raise ConfigError("LoraConfig merge_lora without save_lora_base", why="it is the base that it is merged in")
 
     def as_saved(self) -> "LoraConfig":
-        """Config of the adapter that will be loaded; else this config. Raises `LoadError` if it is missing."""
+        """Returns the config of the adapter that will be loaded; else this config.
+        Raises `LoadError` if it is missing.
+        """
         if not self.load_lora_from_ckpt:
             return self
         saved = read_adapter_config(find_tag(Path(self.lora_save_dir), self.lora_load_tag))
         return replace(self, lora_rank=saved.r, **{name: getattr(saved, name) for name in _PEFTS})
 
     def for_peft(self, model: nn.Module) -> Any:
-        """The equivalent PEFT config."""
+        """Returns the equivalent PEFT config."""
         same = {name: getattr(self, name) for name in _PEFTS}
         same["target_modules"] = named_targets(model, self.target_modules)
         same["modules_to_save"] = list(self.modules_to_save) if self.modules_to_save else None
         return peft().LoraConfig(r=self.lora_rank, init_lora_weights=_INITS[self.init_lora_weights], **same)
 
     def packed(self, user_content: Any) -> Any:
-        """The user content of a checkpoint, with this config if it is saved there."""
+        """Returns the user content of a checkpoint, with this config if it is saved there."""
         config = {**asdict(self), "lora_save_dir": os.fspath(self.lora_save_dir)}
         return {"user_content": user_content, "lora_config": config} if self.save_lora_config_adapter else user_content
 

@@ -13,7 +13,7 @@ __all__ = ["parallel_cross_entropy"]
 def parallel_cross_entropy(
     vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0, ignore_index: int = -100
 ) -> Tensor:
-    """Loss of every target, computed in float32; logits are not modified.
+    """Returns the loss of every target, computed in float32; logits are not modified.
 
     Args:
         vocab_parallel_logits: `[..., vocabulary]`, per rank its part, divided like `torch.chunk`.

@@ -18,23 +18,23 @@ __all__ = [
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor) -> Tensor:
-    """Identity in forward; one all-reduce of the gradient in backward."""
+    """Returns `x` as it is; backward sums its gradient over tp with one all-reduce."""
     return collectives.copy_to_region(input_, current_mesh().group("tp"))
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor) -> Tensor:
-    """One all-reduce in forward; identity in backward. The input is not changed."""
+    """Sums `x` over tp with one all-reduce, in a new tensor; backward passes the gradient on unchanged."""
     return collectives.reduce_from_region(input_.clone(), current_mesh().group("tp"))
 
 
 def scatter_to_sequence_parallel_region(input_: Tensor, sequence_dimension: int = 0) -> Tensor:
-    """This rank's equal part of the sequence; all-gather in backward."""
+    """Returns this rank's equal part of the sequence; all-gather in backward."""
     sizes = Axis.of(current_mesh(), "tp").equal_sizes(input_.shape[sequence_dimension])
     return collectives.split_full(input_, current_mesh().group("tp"), dim=sequence_dimension % input_.ndim, sizes=sizes)
 
 
 def scatter_to_tensor_model_parallel_region(input_: Tensor) -> Tensor:
-    """This rank's part of the last dim, divided like `torch.chunk`; all-gather in backward."""
+    """Returns this rank's part of the last dim, divided like `torch.chunk`; all-gather in backward."""
     sizes = Axis.of(current_mesh(), "tp").even_sizes(input_.shape[-1])
     return collectives.split_full(input_, current_mesh().group("tp"), dim=input_.ndim - 1, sizes=sizes)
 

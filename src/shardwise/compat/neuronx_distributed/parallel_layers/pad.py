@@ -22,7 +22,7 @@ __all__ = ["get_number_of_extra_heads", "pad_model"]
 
 
 def get_number_of_extra_heads(n_head: int, tp_degree: int) -> int:
-    """Number of heads missing to a multiple of the ranks."""
+    """Returns the number of heads missing to a multiple of the ranks."""
     return -n_head % tp_degree
 
 
@@ -73,7 +73,7 @@ def pad_model(
 
 
 def _has_partner(name: str, module: Any, linears: Mapping[str, Any]) -> bool:
-    """Whether another linear of the same layer takes this one's output, or the other way around."""
+    """Returns whether another linear of the same layer takes this one's output, or the other way around."""
     return any(
         isinstance(other, RowLinear) is not isinstance(module, RowLinear)
         and _width(other) == _width(module)
@@ -83,7 +83,7 @@ def _has_partner(name: str, module: Any, linears: Mapping[str, Any]) -> bool:
 
 
 def _width(module: Any) -> int:
-    """Number of features between the two linears of a pair."""
+    """Returns the number of features between the two linears of a pair."""
     width: Any = module.in_features if isinstance(module, RowLinear) else module.out_features
     return int(width[0] if isinstance(module, GroupedProjections) else width)
 

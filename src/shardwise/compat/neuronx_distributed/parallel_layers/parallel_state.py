@@ -91,12 +91,12 @@ def adopt(mesh: Mesh) -> None:
 
 
 def opened_mesh() -> Mesh | None:
-    """The mesh of this process; None if it is not open."""
+    """Returns the mesh of this process; None if it is not open."""
     return _State.mesh
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether `initialize_model_parallel` or `neuronx_distributed_config` has initialised model parallelism."""
+    """Returns whether `initialize_model_parallel` or `neuronx_distributed_config` has initialised model parallelism."""
     return _State.mesh is not None or _State.shards_later is not None
 
 
@@ -109,7 +109,7 @@ def destroy_model_parallel() -> None:
 
 
 def current_mesh() -> Mesh:
-    """The mesh of this process."""
+    """Returns the mesh of this process."""
     if _State.mesh is None and _State.shards_later is not None:
         return _open(1, 1, shards=_State.shards_later)
     if _State.mesh is None:
@@ -122,7 +122,7 @@ def current_mesh() -> Mesh:
 
 
 def _groups(*axes: str, as_list: bool) -> Any:
-    """This rank's process group along these axes, or the global ranks of all groups.
+    """Returns this rank's process group along these axes, or the global ranks of all groups.
 
     An axis of size 1 has a group of one rank, because torch takes None for all ranks.
     """
@@ -136,47 +136,47 @@ def _groups(*axes: str, as_list: bool) -> Any:
 
 
 def get_tensor_model_parallel_size() -> int:
-    """Number of ranks in this rank's tensor parallel group."""
+    """Returns the number of ranks in this rank's tensor parallel group."""
     return current_mesh().size("tp")
 
 
 def get_tensor_model_parallel_rank() -> int:
-    """This rank's position in its tensor parallel group."""
+    """Returns this rank's position in its tensor parallel group."""
     return current_mesh().coord("tp")
 
 
 def get_tensor_model_parallel_group(as_list: bool = False) -> Any:
-    """This rank's tensor parallel process group; with `as_list` the global ranks of all of them."""
+    """Returns this rank's tensor parallel process group; with `as_list` the global ranks of all of them."""
     return _groups("tp", as_list=as_list)
 
 
 def get_data_parallel_size() -> int:
-    """Number of ranks in this rank's data parallel group."""
+    """Returns the number of ranks in this rank's data parallel group."""
     return current_mesh().data_size
 
 
 def get_data_parallel_rank() -> int:
-    """This rank's position in its data parallel group."""
+    """Returns this rank's position in its data parallel group."""
     return current_mesh().data_rank
 
 
 def get_data_parallel_group(as_list: bool = False) -> Any:
-    """This rank's data parallel process group; with `as_list` the global ranks of all of them."""
+    """Returns this rank's data parallel process group; with `as_list` the global ranks of all of them."""
     return _groups(*DATA_AXES, as_list=as_list)
 
 
 def get_pipeline_model_parallel_size() -> int:
-    """Number of ranks in this rank's pipeline parallel group."""
+    """Returns the number of ranks in this rank's pipeline parallel group."""
     return current_mesh().size("pp")
 
 
 def get_pipeline_model_parallel_rank() -> int:
-    """This rank's position in its pipeline parallel group."""
+    """Returns this rank's position in its pipeline parallel group."""
     return current_mesh().coord("pp")
 
 
 def get_pipeline_model_parallel_group(as_list: bool = False) -> Any:
-    """This rank's pipeline parallel process group; with `as_list` the global ranks of all of them."""
+    """Returns this rank's pipeline parallel process group; with `as_list` the global ranks of all of them."""
     return _groups("pp", as_list=as_list)
 
 

@@ -35,7 +35,7 @@ _TRACKER = RNGStatesTracker()
 
 
 def get_xla_rng_tracker() -> RNGStatesTracker:
-    """The streams of this process."""
+    """Returns the streams of this process."""
     return _TRACKER
 
 

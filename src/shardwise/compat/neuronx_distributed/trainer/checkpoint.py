@@ -120,7 +120,7 @@ def load_checkpoint(
 
 
 def _model_of(model: Any, optimizer: Any) -> nn.Module:
-    """The model to save; an empty one if there is none, so that the rest can still be saved."""
+    """Returns the model to save; an empty one if there is none, so that the rest can still be saved."""
     if model is not None:
         return unwrapped(model)
     if optimizer is not None:
@@ -135,12 +135,12 @@ def _model_of(model: Any, optimizer: Any) -> nn.Module:
 
 
 def has_checkpoint(path: Path) -> bool:
-    """Whether the directory has a complete checkpoint."""
+    """Returns whether the directory has a complete checkpoint."""
     return root_of(path).is_dir() and bool(find_tags(root_of(path)))
 
 
 def _own(optimizer: torch.optim.Optimizer | dict[str, Any] | None) -> torch.optim.Optimizer | None:
-    """The optimizer without NxD's wrapper; None for a dictionary."""
+    """Returns the optimizer without NxD's wrapper; None for a dictionary."""
     if isinstance(optimizer, dict):
         return None
     return optimizer.optimizer if isinstance(optimizer, NxDOptimizer) else optimizer

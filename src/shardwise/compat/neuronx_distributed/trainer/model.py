@@ -12,7 +12,7 @@ from shardwise.parallel.state_dict_guard import local_state_dict
 
 
 def _delegated(name: str, *, to: str = "module") -> Callable[..., Any]:
-    """Method that calls the method of that name of the wrapped module, or of its `BatchRunner`."""
+    """Returns the method that calls the method of that name of the wrapped module, or of its `BatchRunner`."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.__dict__[to], name)(*args, **kwargs)
@@ -46,7 +46,7 @@ class NxDModel(nn.Module):
         return self.__dict__["module"](*args, **kwargs)
 
     def local_module(self) -> nn.Module:
-        """The split model itself."""
+        """Returns the split model itself."""
         module: nn.Module = self.__dict__["module"]
         return module
 
@@ -60,7 +60,7 @@ class NxDModel(nn.Module):
 
     @property
     def config(self) -> Any:
-        """Config of a transformers model."""
+        """The transformers config of the split model."""
         return self.local_module().config
 
     @property
@@ -69,7 +69,7 @@ class NxDModel(nn.Module):
         return next((each.dtype for each in self.parameters() if each.is_floating_point()), torch.get_default_dtype())
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's parts, for `parallel_layers.save`."""
+        """Returns this rank's parts, for `parallel_layers.save`."""
         return local_state_dict(self.local_module(), *args, **kwargs)
 
     local_state_dict = state_dict
@@ -97,5 +97,5 @@ class NxDModel(nn.Module):
 
 
 def unwrapped(model: Any) -> Any:
-    """The split model inside of an `NxDModel`; others, and None, are returned unchanged."""
+    """Returns the split model inside of an `NxDModel`; others, and None, are returned unchanged."""
     return model.local_module() if isinstance(model, NxDModel) else model

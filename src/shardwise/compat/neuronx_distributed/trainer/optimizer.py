@@ -58,7 +58,7 @@ class NxDOptimizer(torch.optim.Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> Any:
-        """The wrapped optimizer's state dict with this rank's parts, for saving per rank."""
+        """Returns the wrapped optimizer's state dict with this rank's parts, for saving per rank."""
         return local_state_of(self.optimizer)
 
     def load_state_dict(self, state_dict: Any) -> None:

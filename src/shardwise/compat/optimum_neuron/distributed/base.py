@@ -161,8 +161,8 @@ class Parallelizer:
     def optimizer_for_mp(
         cls, optimizer: torch.optim.Optimizer, orig_param_to_parallel_param_on_xla: Mapping[int, nn.Parameter]
     ) -> torch.optim.Optimizer:
-        """The optimizer over the split model's parameters. A lazy optimizer is created as requested; any other keeps
-        its class, options, groups and state.
+        """Returns the optimizer over the split model's parameters. A lazy optimizer is created as requested; any other
+        keeps its class, options, groups and state.
 
         Raises:
             ConfigError: the mapping lacks parameters of the optimizer that belong to no other stage.
@@ -203,7 +203,7 @@ class Parallelizer:
     def load_sharded_checkpoint(
         cls, load_dir: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
     ) -> None:
-        """`load_model_sharded_checkpoint` with the optimizer."""
+        """Runs `load_model_sharded_checkpoint`, and loads the optimizer too."""
         registry_of(model)
         checkpoints.load_checkpoint(load_dir, model=model, optimizer=optimizer)
 

@@ -51,13 +51,13 @@ class ParallelizersManager:
 
     @classmethod
     def get_supported_model_types(cls) -> list[str]:
-        """Model types that are proved to compute the same when split, from the table of `make coverage`."""
+        """Returns the model types that are proved to compute the same when split, from the table of `make coverage`."""
         table = resources.files("shardwise.compat.optimum_neuron").joinpath("architectures.json")
         return list(json.loads(table.read_text())["model_types"])
 
     @classmethod
     def is_model_supported(cls, model_type_or_model: Any) -> Support:
-        """Whether tensor parallelism, sequence parallelism with it, and pipeline parallelism are supported.
+        """Returns whether tensor parallelism, sequence parallelism with it, and pipeline parallelism are supported.
 
         Runs the checks that also run when a model is split.
 
@@ -79,7 +79,7 @@ class ParallelizersManager:
 
     @classmethod
     def parallelizer_for_model(cls, model_type_or_model: Any) -> type[Parallelizer]:
-        """The parallelizer class of the model: one class for all.
+        """Returns the parallelizer class of the model: one class for all.
 
         Raises:
             UnsupportedError: transformers has no such model type.

@@ -134,7 +134,7 @@ def make_optimizer_constructor_lazy(optimizer_cls: type[torch.optim.Optimizer]) 
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, moved: Mapping[int, Tensor]) -> torch.optim.Optimizer:
-    """An optimizer like `optimizer` over the split parameters.
+    """Returns an optimizer like `optimizer` over the split parameters.
 
     A lazy optimizer is created as requested. Any other keeps its class, its options, those of its
     groups, and this rank's part of its state. Parameters of other stages are left out.
@@ -159,7 +159,7 @@ def move_optimizer(optimizer: torch.optim.Optimizer, moved: Mapping[int, Tensor]
 
 
 def _own(each: Any) -> Any:
-    """The parameter of an entry, which may be (name, parameter)."""
+    """Returns the parameter of an entry, which may be (name, parameter)."""
     return each[1] if isinstance(each, tuple) else each
 
 
@@ -205,7 +205,7 @@ def _alike(
 
 
 def _moved_state(value: Any, parameter: Tensor) -> Any:
-    """One state value for `parameter`: this rank's part if it has the full shape."""
+    """Returns one state value for `parameter`: this rank's part if it has the full shape."""
     entry = entry_of(parameter)
     if entry is None or not isinstance(value, Tensor) or not value.ndim or value.shape != entry.layout.shape:
         return copy.deepcopy(value)
