@@ -254,7 +254,7 @@ def nvfsdp(mesh, kind, strategy, units, options):
     factor = 1 / data.data_size if "calculate_per_token_loss" in options else 1.0
     problems = differences(model, whole, ids, rank=data.data_rank, ranks=data.data_size, factor=factor)
     held = isinstance(next(model.parameters()), DTensor) and next(model.parameters()).placements[-1].is_shard()
-    units = shardwise.parameters.registry.registry_of(model).plan.units
+    units = shardwise.parameters.registry.registry_of(model).plan.data.units
     return problems, held, len(units)
 
 

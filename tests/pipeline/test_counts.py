@@ -58,7 +58,7 @@ def train_counted(mesh, family, name, zero_stage=1):
     watch, found = Watch(model, runner), []
     registry = registry_of(model)
     held = [name for name in registry.entries if registry.holds(name)]
-    units = [tuple(f"{module}." for module in unit) for unit in registry.plan.units]
+    units = [tuple(f"{module}." for module in unit) for unit in registry.plan.data.units]
     num_units = sum(any(name.startswith(unit) for name in held) for unit in units)
     around = [name for name in held if registry.entries[name].data == "managed" and not name.startswith(sum(units, ()))]
     num_units += len(around)  # the last norm, which a stage's root holds

@@ -44,8 +44,8 @@ def test_the_style_reads_and_prints():
 
 def test_the_target_is_named_from_the_module_that_holds_both():
     plan = resolve(Plan.of({**RULES, "layers.*.attn.out": "rowwise_into(mlp.down)"}), FACTS, num_parts=2)
-    assert plan.fused_reductions == {"layers.0.attn.out": "layers.0.mlp.down"}
-    assert plan.modules["layers.0.attn.out"] == "rowwise"
+    assert plan.tensor.fused_reductions == {"layers.0.attn.out": "layers.0.mlp.down"}
+    assert plan.tensor.modules["layers.0.attn.out"] == "rowwise"
 
 
 @pytest.mark.parametrize("target", ["mlp.nothing", "mlp.up", "attn.q"])
@@ -63,4 +63,4 @@ def test_a_container_that_never_runs_is_no_region():
     }
     facts = ModelFacts(model_type="", modules=modules)
     plan = resolve(Plan.of({"block.up": "colwise", "block.down": "rowwise"}), facts, num_parts=2)
-    assert [(region.fqn, region.edge) for region in plan.regions] == [("block.up", "open")]
+    assert [(region.fqn, region.edge) for region in plan.tensor.regions] == [("block.up", "open")]

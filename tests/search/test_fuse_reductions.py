@@ -124,8 +124,8 @@ def test_a_declared_plan_that_gathers_gives_way_to_one_that_does_not(model_type,
     tiny, _, plan = derived(model_type, name)
     facts = read_facts(tiny)
     declared = resolve(vocabulary_plan(facts) | declared_plan(tiny, facts), facts, num_parts=2)
-    assert any(region.edge == "gather" for region in declared.regions)
-    assert not any(region.edge == "gather" for region in resolve(plan, facts, num_parts=2).regions)
+    assert any(region.edge == "gather" for region in declared.tensor.regions)
+    assert not any(region.edge == "gather" for region in resolve(plan, facts, num_parts=2).tensor.regions)
 
 
 def test_an_attention_that_reshapes_by_the_size_of_its_input_is_told_a_part_of_it():

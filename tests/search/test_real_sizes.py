@@ -96,7 +96,7 @@ def test_a_tiny_model_s_plan_gives_way_where_it_does_not_fit_the_model(
     model_type, name, fields, attention, mlp, monkeypatch
 ):
     monkeypatch.setattr(trial, "_SMALL_ENOUGH", 0)
-    rows = {each.fqn for each in planned(model_type, name, tp_size=2, **fields).regions if each.edge == "row"}
+    rows = {each.fqn for each in planned(model_type, name, tp_size=2, **fields).tensor.regions if each.edge == "row"}
     assert attention not in rows
     assert mlp in rows
 
@@ -111,7 +111,7 @@ def test_a_tiny_model_s_heads_divide_as_the_model_s_do(tp_size, heads, key_value
     monkeypatch.setattr(trial, "_SMALL_ENOUGH", 0)
     fields = {"num_attention_heads": heads, "num_key_value_heads": key_value_heads, "hidden_size": 8 * heads}
     found = planned("stablelm", "StableLmForCausalLM", tp_size=tp_size, **fields)
-    assert {region.fqn for region in found.regions if region.edge == "row"} >= {"model.layers.0.self_attn"}
+    assert {region.fqn for region in found.tensor.regions if region.edge == "row"} >= {"model.layers.0.self_attn"}
 
 
 @pytest.mark.single

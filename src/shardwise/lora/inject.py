@@ -250,7 +250,7 @@ def check_prompts(model: nn.Module, plan: SplitPlan) -> None:
             why="they are computed before the model, from its embedding, and their stage is unknown",
             fix="use tp or fsdp instead of pp",
         )
-    if plan.num_parts > 1 and plan.heads and (found := [each for each in kinds if each in _OF_HEADS]):
+    if plan.num_parts > 1 and plan.tensor.heads and (found := [each for each in kinds if each in _OF_HEADS]):
         raise PlanError(
             f"a model with prompts of PEFT's ({found[0]}) cannot be split over tp={plan.num_parts}",
             why="they are keys and values of all heads, of which a rank has some",

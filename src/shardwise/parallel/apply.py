@@ -93,7 +93,7 @@ def apply_precision(model: nn.Module, registry: Registry, precision: Precision |
     for owner in model.modules():
         for name in _floats(owner):
             read_through(owner, name, casting)
-    for module in (*(model.get_submodule(each) for unit in registry.plan.units for each in unit), model):
+    for module in (*(model.get_submodule(each) for unit in registry.plan.data.units for each in unit), model):
         cast_in_forward(module, casting)
 
 

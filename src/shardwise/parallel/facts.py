@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from shardwise.data.batch import is_medium
 from shardwise.estimate.cuts import cut
 from shardwise.estimate.flops import count_work
-from shardwise.plan.adapters import stages_with_adapters, with_adapters
+from shardwise.plan.adapters import stages_with_adapters
 from shardwise.plan.data_axes import with_data_axes
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
@@ -282,16 +282,15 @@ def decide_split(
         spec: the request; `rules` replace its plan.
         order: order in which the layers of the base model run; needed if the shape has several pp ranks.
     """
-    resolved = resolve(rules, facts, num_parts=shape.tp_size, sequence_parallel=spec.sequence_parallel)
+    plan = resolve(rules, facts, num_parts=shape.tp_size, sequence_parallel=spec.sequence_parallel)
     stages = None
     if shape.pp_size > 1:
         assert order is not None, "a pipeline is cut where layers begin"
         stages = stages_with_adapters(cut(order, facts, spec.pipeline, pp_size=shape.pp_size), facts)
     trained = {name: str(value.dtype) for name, value in model.named_parameters() if value.requires_grad}
-    plan = with_adapters(resolved, facts)
     conditional = find_conditional_layers(model, facts)
     plan = with_data_axes(plan, facts, shape, stages, units=spec.fsdp.units, conditional=conditional, dtypes=trained)
-    norms = {
-        name: recognise_norm(model.get_submodule(name)) for name, style in plan.modules.items() if style == "norm_split"
-    }
-    return replace(plan, stacks=facts.stacks, norms=norms, work=count_work(facts, trained, read_windows(model)))
+    split_norms = [name for name, style in plan.tensor.modules.items() if style == "norm_split"]
+    norms = {name: recognise_norm(model.get_submodule(name)) for name in split_norms}
+    work = count_work(facts, trained, read_windows(model))
+    return replace(plan, tensor=replace(plan.tensor, norms=norms), work=work)

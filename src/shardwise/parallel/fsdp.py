@@ -48,7 +48,7 @@ def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPol
             kept_replicated.add(parameter)
             parameter.data = parameter.data if parameter.is_meta else parameter.data.to(mesh.device)
     if registry.stages is None:
-        units: Units = {unit: tuple(map(model.get_submodule, unit)) for unit in registry.plan.units}
+        units: Units = {unit: tuple(map(model.get_submodule, unit)) for unit in registry.plan.data.units}
         own_class = type(model)
         _shard_root(model, units, registry, kept_replicated)
         # transformers looks models up by the name of their class, and exports write it down
@@ -103,13 +103,13 @@ def _managed(model: nn.Module, stage: int, registry: Registry) -> list[str]:
 def _units_of_stage(model: nn.Module, stage: int, registry: Registry) -> Units:
     """Returns the units of a stage: for each, its modules with parameters of the stage."""
     inside = {module for name in _managed(model, stage, registry) for module in upwards(parent_of(name))}
-    units = (tuple(module for module in unit if module in inside) for unit in registry.plan.units)
+    units = (tuple(module for module in unit if module in inside) for unit in registry.plan.data.units)
     return {unit: tuple(map(model.get_submodule, unit)) for unit in units if unit}
 
 
 def _rest_of_stage(model: nn.Module, stage: int, registry: Registry) -> list[nn.Module]:
     """Outermost modules with the stage's parameters outside of units; they hold no parameter of another stage."""
-    units = {module for unit in registry.plan.units for module in unit}
+    units = {module for unit in registry.plan.data.units for module in unit}
     owners = dict.fromkeys(map(parent_of, _managed(model, stage, registry)))
     loose = [owner for owner in owners if nearest(owner, units) is None]
     return list(map(model.get_submodule, outermost(loose)))
@@ -122,7 +122,9 @@ def _shard_root(root: nn.Module, units: Units, registry: Registry, kept_replicat
     root.register_forward_hook(_own_output)
     for names, unit in units.items():
         # A unit of which other stages have modules (tied embeddings) is read between these, as where one rank has all.
-        _shard(unit, registry, kept_replicated, frees=registry.policy.zero_stage == 3 and names in registry.plan.units)
+        _shard(
+            unit, registry, kept_replicated, frees=registry.policy.zero_stage == 3 and names in registry.plan.data.units
+        )
     _shard((root,), registry, kept_replicated, frees=False)
     sharded = units_of(root)
     root.register_forward_pre_hook(lambda root, _: carry_over_changes(root, sharded), prepend=True)
@@ -198,7 +200,7 @@ def _tune(root: nn.Module, units: Units, registry: Registry) -> None:
     _follow_order(root, in_stack, policy, keeps_last=keeps_last)
     inside = {each for unit in units.values() for module in unit for each in module.modules()}
     inside.update([root.held] if isinstance(root, StageRoot) else ())
-    in_units = {name for unit in plan.units for name in unit}
+    in_units = {name for unit in plan.data.units for name in unit}
     has_layers = any(nearest(layer, in_units) is None for layer in layers)  # which not every batch may run
     for modules in (*units.values(), (root,)):
         chooses = (_chooses_modules(module, besides=inside if module is root else ()) for module in modules)

@@ -87,7 +87,7 @@ def apply_recomputation(model: nn.Module, registry: Registry, recompute: Recompu
         if isinstance(module, PreTrainedModel):
             own["_set_gradient_checkpointing"] = functools.partial(_enable_resuming, module, registry)
     run = _RUNS.get(recompute.mode, functools.partial(checkpoint, use_reentrant=False))
-    regions = {id(model.get_submodule(region.fqn)) for region in registry.plan.regions}
+    regions = {id(model.get_submodule(region.fqn)) for region in registry.plan.tensor.regions}
     for module in map(model.get_submodule, names):
         apply_mixin(module, Recomputed, _checkpoint=_StatefulCheckpoint(run, registry, is_region=id(module) in regions))
 

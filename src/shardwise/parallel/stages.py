@@ -36,15 +36,15 @@ def finish_placeholders(registry: Registry, compute_dtype: torch.dtype | None) -
         return
     stages.context = registry.context if registry.plan.num_parts > 1 else None
     _note_split_segments(stages, registry)
-    for fqn, (dim, num_heads) in registry.plan.inputs.items():
+    for fqn, (dim, num_heads) in registry.plan.tensor.inputs.items():
         owner, _, argument = fqn.rpartition(".")
         own = functools.partial(own_slice, dim=dim, num_heads=num_heads, axis=registry.context.tp)
         stages.sliced.setdefault(stages.model.get_submodule(owner), {})[argument] = own
     names = {id(module): name for name, module in stages.model.named_modules()}
     layers, plan = set(stages.plan.order.calls), registry.plan
     # Modules with the same tensors at their edges split or unsplit: their own code may run with full weights.
-    full = {region.fqn for region in plan.regions if region.edge == "gather"}
-    full |= {name for name, style in plan.modules.items() if style == "rowwise_split_input"}
+    full = {region.fqn for region in plan.tensor.regions if region.edge == "gather"}
+    full |= {name for name, style in plan.tensor.modules.items() if style == "rowwise_split_input"}
     absent = stages.absent | {(module, own): module.__dict__[own] for module, own in stages.foreign}
     for (module, own), old in absent.items():
         fqn = fqn_of(names[id(module)], own)
@@ -62,7 +62,7 @@ def finish_placeholders(registry: Registry, compute_dtype: torch.dtype | None) -
 
 def _note_split_segments(stages: Stages, registry: Registry) -> None:
     """Records the segments that begin while the hidden states are split along the sequence."""
-    sequence = registry.plan.sequence
+    sequence = registry.plan.tokens
     ends = {stack.fqn: stack.items for stack in registry.plan.stacks}
     splits = {ends[stack][0]: stack for stack in sequence.stacks} if sequence is not None else {}
     gathers = {ends[stack][-1] for stack in splits.values()}

@@ -51,7 +51,7 @@ def split_parameters(model: nn.Module, registry: Registry) -> None:
 
 def check_tensor_parallelism(model: nn.Module, plan: SplitPlan) -> None:
     """Raises `UnsupportedError` if the plan splits an embedding by vocabulary that changes its rows (`max_norm`)."""
-    for name, style in plan.modules.items() if plan.num_parts > 1 else ():
+    for name, style in plan.tensor.modules.items() if plan.num_parts > 1 else ():
         embedding = unwrapped(model.get_submodule(name))
         if style == "embedding_rowwise" and getattr(embedding, "max_norm", None) is not None:
             raise UnsupportedError(
@@ -68,12 +68,12 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> None:
     modules = dict(model.named_modules())
     for module in modules.values():
         fit_sizes(module, module._parameters.get("weight"))
-    outer = tuple(f"{region.fqn}." for region in plan.regions if region.edge == "output")
-    for name in plan.modules:
+    outer = tuple(f"{region.fqn}." for region in plan.tensor.regions if region.edge == "output")
+    for name in plan.tensor.modules:
         _apply_style(
             modules[name], name, registry, leave=None if name.startswith(outer) else _leave(plan, name, context)
         )
-    for region in plan.regions:
+    for region in plan.tensor.regions:
         install_region(
             modules[region.fqn],
             region.edge,
@@ -81,18 +81,20 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> None:
             name=region.fqn,
             stack=plan.stack_of(region.fqn),
             leave=_leave(plan, region.fqn, context),
-            residual_inputs=_names_of(plan.residual_inputs, region.fqn),
-            parts=_names_of(plan.sequence.inputs if plan.sequence is not None else (), region.fqn),
+            residual_inputs=_names_of(plan.tensor.residual_inputs, region.fqn),
+            parts=_names_of(plan.tokens.inputs if plan.tokens is not None else (), region.fqn),
         )
         split = _split_of(registry, region.fqn)
         if region.edge == "gather" and split is not None:
             install_gathered(modules[region.fqn], split.local_sizes, edge_of(context, plan.stack_of(region.fqn)))
-    apply_local_heads(modules, plan.heads)
-    apply_local_attributes(modules, plan.attributes)
+    apply_local_heads(modules, plan.tensor.heads)
+    apply_local_attributes(modules, plan.tensor.attributes)
     apply_expert_widths(modules, plan.parameters)
     _install_local(modules, plan, context)
-    if plan.head is not None:
-        install_head(modules[plan.head], plan.parameters[_weight_of(registry, plan.head)].shape[0], context)
+    if plan.tensor.head is not None:
+        install_head(
+            modules[plan.tensor.head], plan.parameters[_weight_of(registry, plan.tensor.head)].shape[0], context
+        )
     install_loss(model, context)
     install_side_outputs(getattr(model, "base_model", model), context)
     _install_outputs(model, plan, context)
@@ -101,9 +103,9 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> None:
 def _install_outputs(model: nn.Module, plan: SplitPlan, context: SplitContext) -> None:
     """Makes every transformers model inside the model return full hidden states and attention weights."""
     owners = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
-    stacks = plan.sequence.stacks if plan.sequence is not None else ()
+    stacks = plan.tokens.stacks if plan.tokens is not None else ()
     around = {stack: nearest(stack, owners) or "" for stack in stacks}
-    split_heads = {heads.num_heads for heads, _ in plan.heads.values()}
+    split_heads = {heads.num_heads for heads, _ in plan.tensor.heads.values()}
     for name, module in owners.items():
         counts = [read_field(module.config, key) for key in _HEAD_COUNTS]
         for fields in layer_overrides(module.config).values():  # of configs that differ by layer
@@ -121,8 +123,8 @@ def _leave(plan: SplitPlan, module: str, context: SplitContext) -> RegionExit:
     """Returns the end of a region at `module`."""
     return RegionExit(
         edge=edge_of(context, plan.stack_of(module)),
-        defers=module in plan.fused_reductions,
-        absorbs=module in plan.fused_reductions.values(),
+        defers=module in plan.tensor.fused_reductions,
+        absorbs=module in plan.tensor.fused_reductions.values(),
     )
 
 
@@ -132,21 +134,21 @@ def _names_of(fqns: Iterable[str], module: str) -> list[str]:
 
 
 def _install_local(modules: Mapping[str, nn.Module], plan: SplitPlan, context: SplitContext) -> None:
-    for fqn, (dim, num_heads) in plan.inputs.items():
+    for fqn, (dim, num_heads) in plan.tensor.inputs.items():
         owner, _, argument = fqn.rpartition(".")
-        enters = not is_within(owner, (region.fqn for region in plan.regions))
+        enters = not is_within(owner, (region.fqn for region in plan.tensor.regions))
         install_sliced(modules[owner], argument, dim=dim, num_heads=num_heads, enters=enters, axis=context.tp)
-    for fqn in sorted(plan.local_sizes):
+    for fqn in sorted(plan.tensor.local_sizes):
         owner, _, argument = fqn.rpartition(".")
         install_local_shapes(modules[owner], argument, context.tp)
-    for owner in dict.fromkeys(map(parent_of, plan.added)):
-        install_shares(modules[owner], tuple(_names_of(plan.added, owner)), context.tp)
+    for owner in dict.fromkeys(map(parent_of, plan.tensor.added)):
+        install_shares(modules[owner], tuple(_names_of(plan.tensor.added, owner)), context.tp)
 
 
 def _apply_style(module: nn.Module, name: str, registry: Registry, *, leave: RegionExit | None) -> None:
     """`leave`: end of a region at this module; None if a surrounding region ends at its own output."""
     plan, context = registry.plan, registry.context
-    style, split = plan.modules[name], _split_of(registry, name)
+    style, split = plan.tensor.modules[name], _split_of(registry, name)
     if style == "all_reduce":
         install_reduced(module, edge_of(context, plan.stack_of(name)), context)
     elif style == "moe_identity_expert":
@@ -154,7 +156,7 @@ def _apply_style(module: nn.Module, name: str, registry: Registry, *, leave: Reg
     elif split is None:
         return  # a bare parameter's rule: its module computes with it as it is
     elif style == "norm_split":
-        apply_mixin(module, SplitNorm, _axis=context.tp, _sizes=split.local_sizes, _formula=plan.norms[name])
+        apply_mixin(module, SplitNorm, _axis=context.tp, _sizes=split.local_sizes, _formula=plan.tensor.norms[name])
     elif style == "embedding_rowwise":
         _split_vocabulary(module, split, context)
     elif style == "embedding_colwise":
@@ -167,7 +169,7 @@ def _apply_style(module: nn.Module, name: str, registry: Registry, *, leave: Reg
             module,
             RowSplit,
             _bias=bias,
-            _adapts=name in plan.weights,
+            _adapts=name in plan.tensor.weights,
             _axis=context.tp,
             _split=context,
             _reduces=leave is not None,
@@ -208,7 +210,7 @@ def _split_of(registry: Registry, module: str) -> Split | None:
 
 
 def _weight_of(registry: Registry, module: str) -> str:
-    weight = registry.plan.weights.get(module, f"{module}.weight")
+    weight = registry.plan.tensor.weights.get(module, f"{module}.weight")
     return registry.tied.get(weight, weight)
 
 
@@ -217,7 +219,7 @@ def apply_sequence_parallelism(model: nn.Module, registry: Registry) -> None:
 
     Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198).
     """
-    plan, context = registry.plan.sequence, registry.context
+    plan, context = registry.plan.tokens, registry.context
     if plan is None:
         return
     for fqn in plan.full_sequence:
@@ -227,7 +229,7 @@ def apply_sequence_parallelism(model: nn.Module, registry: Registry) -> None:
         layers: Any = model.get_submodule(stack)
         install_stack(layers, stack, context)
         install_owner(model.get_submodule(parent_of(stack)), stack, context)  # its forward embeds, then runs the layers
-    regions = {region.fqn for region in registry.plan.regions}  # these split their own inputs
+    regions = {region.fqn for region in registry.plan.tensor.regions}  # these split their own inputs
     for layer in dict.fromkeys(map(parent_of, plan.inputs)):
         if layer not in regions:
             install_parts(model.get_submodule(layer), _names_of(plan.inputs, layer), context)

@@ -105,8 +105,8 @@ def note_inputs(model: nn.Module, plan: SplitPlan) -> None:
 
     Parameters that are added to the module later have the same input.
     """
-    split = {plan.head, *plan.modules, *(region.fqn for region in plan.regions)}
-    sequence = plan.sequence
+    split = {plan.tensor.head, *plan.tensor.modules, *(region.fqn for region in plan.tensor.regions)}
+    sequence = plan.tokens
     for name, module in model.named_modules() if plan.num_parts > 1 else ():
         if any(fqn in split for fqn in itertools.accumulate(name.split("."), "{}.{}".format)):
             module.__dict__[_INPUT] = "split"

@@ -1,51 +1,53 @@
 """Adapters (LoRA): how their parameters are split.
 
 # [Note: the base's plan]
-A model with adapters is planned by the names of its base, as if the base stood alone; a wrapped module has the name of
-the base module. The decisions are then translated to the model's names, and each adapter is split like its base
-(docs/decisions/0019). Base split over output features (a column): A is kept in full, B is split like the base's rows.
-Base split over input features (a row), or over rows of a vocabulary: A is split like the base's columns, and B, kept in
-full, multiplies partial sums, which the base's own sum completes. Parameters kept in full have partial gradients.
-Adapters of an unsplit base stay unsplit, with gradients like the base's.
+Rules match the names of the base, as if it stood alone; a wrapped module has the name of the base module. The plan has
+the model's names (`ModelNames`), and each adapter is split like its base (docs/decisions/0019). Base split over output
+features (a column): A is kept in full, B is split like the base's rows. Base split over input features (a row), or over
+rows of a vocabulary: A is split like the base's columns, and B, kept in full, multiplies partial sums, which the base's
+own sum completes. Parameters kept in full have partial gradients. Adapters of an unsplit base stay unsplit, with
+gradients like the base's.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from shardwise.errors import PlanError
-from shardwise.plan.decision import ParameterPlan, SplitPlan
-from shardwise.plan.pipeline_plan import CutTensor, PipelinePlan, Returned
-from shardwise.plan.resolve import all_problems
+from shardwise.plan.decision import ParameterPlan
+from shardwise.plan.pipeline_plan import CutTensor, PipelinePlan
 from shardwise.plan.rule import ParameterRule
 from shardwise.plan.structure import Adapted, AdapterFacts, AdapterParameter, ModelFacts, nearest, parent_of
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Placement, Replicate, Split
 
+_Value = TypeVar("_Value")
+
 _IN_FULL = 'replicate the module that they adapt with the style "replicate", or use fsdp instead of tp'
 
 
-def with_adapters(plan: SplitPlan, facts: ModelFacts) -> SplitPlan:
-    """Translates `plan`, resolved for the base, to the model's names, and adds the adapters' parameters."""
+def plan_adapters(
+    planned: Mapping[str, ParameterPlan], facts: ModelFacts, *, num_parts: int
+) -> tuple[Mapping[str, ParameterPlan], list[PlanError]]:
+    """Returns the plans of all parameters of a model with adapters, given those of its base; and errors."""
     adapters = facts.adapters
     if adapters is None:
-        return plan
-    planned = {
-        fqn: replace(plan.parameters[plan.tied.get(base, base)], fqn=fqn)
+        return planned, []
+    every = {
+        fqn: replace(planned[facts.tied.get(base, base)], fqn=fqn)
         for fqn, base in adapters.bases.items()
         if fqn not in adapters.tied
     }
     problems: list[PlanError] = []
     for adapted in adapters.adapted:
-        base = planned[adapters.tied.get(adapted.weight, adapted.weight)]
+        base_plan = every[adapters.tied.get(adapted.weight, adapted.weight)]
         try:
-            found = plan_adapter(adapted, base, num_parts=plan.num_parts)
+            found = plan_adapter(adapted, base_plan, num_parts=num_parts)
         except PlanError as problem:
             problems.append(problem)
         else:
-            planned |= {fqn: each for fqn, each in found.items() if fqn not in adapters.tied}
-    if problems:
-        raise all_problems(problems)
-    return _renamed(replace(plan, parameters=planned, tied=adapters.tied), adapters)
+            every |= {fqn: each for fqn, each in found.items() if fqn not in adapters.tied}
+    return every, problems
 
 
 def stages_with_adapters(pipeline: PipelinePlan | None, facts: ModelFacts) -> PipelinePlan | None:
@@ -61,16 +63,16 @@ def stages_with_adapters(pipeline: PipelinePlan | None, facts: ModelFacts) -> Pi
                 why="it computes with the full weight, which is tied, and its other module may be on another stage",
                 fix="adapt other modules, or use pp1",
             )
-    names, order = _Names(adapters), pipeline.order
+    names, order = ModelNames(adapters), pipeline.order
     used = {fqn: order.uses.get(base, ()) for fqn, base in adapters.bases.items()}
     used |= {each.fqn: used[adapted.weight] for adapted in adapters.adapted for each in adapted.own}
-    returns: dict[str, Returned] = {name: each for fqn, each in order.returns.items() for name in names.inside((fqn,))}
+    returns = names.keys_inside(order.returns)
     cut_tensors = tuple(tuple(_crossing(each, names) for each in cut) for cut in order.cut_tensors)
     order = replace(order, uses={**order.uses, **used}, cut_tensors=cut_tensors, returns=returns)
     return replace(pipeline, order=order)
 
 
-def _crossing(cut_tensor: CutTensor, names: "_Names") -> CutTensor:
+def _crossing(cut_tensor: CutTensor, names: "ModelNames") -> CutTensor:
     kind, _, place = cut_tensor.anchor.partition(":")
     fqn, _, path = place.partition(":")
     found = tuple(names.inside((fqn,))) if kind == "output" else (fqn,)
@@ -125,59 +127,45 @@ def _planned(
     return ParameterPlan(fqn=parameter.fqn, layout=Layout(parameter.shape, steps), rule=rule, gradient=gradient)
 
 
-def _renamed(plan: SplitPlan, adapters: AdapterFacts) -> SplitPlan:
-    """Returns the plan with the modules' names in the model with adapters."""
-    names = _Names(adapters)
+def weights_of_wrappers(adapters: AdapterFacts | None, head: str | None) -> dict[str, str]:
+    """Maps the FQN of every module that computes with another module's weight to the weight's FQN."""
+    if adapters is None:
+        return {}
     weights = {each.module: each.weight for each in adapters.adapted if each.weight.endswith(".weight")}
-    head = plan.head
     if head is not None and head in adapters.instances and head not in weights:
         weights[head] = f"{adapters.instances[head][0]}.weight"
-    sequence = plan.sequence and replace(
-        plan.sequence,
-        full_sequence=tuple(names.of(plan.sequence.full_sequence)),
-        inputs=tuple(names.inside(plan.sequence.inputs)),
-    )
-    return replace(
-        plan,
-        regions=tuple(replace(each, fqn=name) for each in plan.regions for name in names.of((each.fqn,))),
-        modules={name: style for fqn, style in plan.modules.items() for name in names.of((fqn,))},
-        heads={name: heads for fqn, heads in plan.heads.items() for name in names.of((fqn,))},
-        sequence=sequence,
-        attributes={name: value for fqn, value in plan.attributes.items() for name in names.inside((fqn,))},
-        inputs={name: value for fqn, value in plan.inputs.items() for name in names.inside((fqn,))},
-        residual_inputs=frozenset(names.inside(plan.residual_inputs)),
-        local_sizes=frozenset(names.inside(plan.local_sizes)),
-        fused_reductions={
-            name: into
-            for fqn, target in plan.fused_reductions.items()
-            for name in names.of((fqn,))
-            for into in names.of((target,))
-        },
-        added=tuple(fqn for fqn, each in plan.parameters.items() if each.rule.style == "added_once"),
-        weights=weights,
-    )
+    return weights
 
 
-class _Names:
-    """Maps the base's module names to the model's.
+class ModelNames:
+    """Maps module names of the base to the names in the model with adapters; without adapters they are the same.
 
     The wrapper around an adapted weight has the name of the base module. A module with trained copies
     (`modules_to_save`) maps to several modules, which compute independently.
     """
 
-    def __init__(self, adapters: AdapterFacts) -> None:
-        self._instances = adapters.instances
-        self._adapted = {each.module for each in adapters.adapted}
+    def __init__(self, adapters: AdapterFacts | None) -> None:
+        self._instances = adapters.instances if adapters is not None else {}
+        self._adapted = {each.module for each in adapters.adapted} if adapters is not None else set()
 
     def of(self, modules: Iterable[str]) -> Iterable[str]:
+        """Yields the names of `modules` in the model."""
         for module in modules:
             yield from (module,) if module in self._adapted else self._instances.get(module, (module,))
 
     def inside(self, names: Iterable[str]) -> Iterable[str]:
-        """Maps names of attributes, inputs and parameters inside modules."""
+        """Yields the names in the model of attributes, inputs and parameters inside modules."""
         for name in names:
             owner = nearest(parent_of(name), self._instances)
             if owner is None:
                 yield name
             else:
                 yield from (f"{instance}{name[len(owner) :]}" for instance in self._instances[owner])
+
+    def keys_of(self, values: Mapping[str, _Value]) -> dict[str, _Value]:
+        """Returns values by modules' names in the model, given values by modules' names in the base."""
+        return {name: value for fqn, value in values.items() for name in self.of((fqn,))}
+
+    def keys_inside(self, values: Mapping[str, _Value]) -> dict[str, _Value]:
+        """Returns values by names in the model of what is inside modules, given values by names in the base."""
+        return {name: value for fqn, value in values.items() for name in self.inside((fqn,))}

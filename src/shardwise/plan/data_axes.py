@@ -26,7 +26,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from shardwise.errors import ConfigError, did_you_mean
-from shardwise.plan.decision import ParameterPlan, SplitPlan
+from shardwise.plan.decision import DataPlan, ParameterPlan, SplitPlan
 from shardwise.plan.families import SINGLE_FSDP_UNIT
 from shardwise.plan.pipeline_plan import PipelinePlan
 from shardwise.plan.spec import match
@@ -52,7 +52,8 @@ def with_data_axes(
         units, conditional: see `find_units`.
         dtypes: dtypes of the trained parameters by name.
     """
-    plan = replace(plan, shape=shape, units=find_units(facts, units, conditional=conditional), pipeline=pipeline)
+    data = DataPlan(units=find_units(facts, units, conditional=conditional))
+    plan = replace(plan, shape=shape, data=data, pipeline=pipeline)
     kept = _kept_in_full(plan) if pipeline is not None and shape.data_size > 1 else frozenset()
     kept |= _of_rarer_dtypes(plan, dtypes or {})
     staged = {fqn: _over_stages(each, plan) for fqn, each in plan.parameters.items()}
@@ -73,7 +74,7 @@ def _kept_in_full(plan: SplitPlan) -> frozenset[str]:
     assert plan.pipeline is not None
     stages: dict[str, set[int]] = {}
     inside: dict[str, set[tuple[int, ...]]] = {}
-    units = {module for unit in plan.units for module in unit}
+    units = {module for unit in plan.data.units for module in unit}
     around_units = {around for unit in units for around in upwards(parent_of(unit))} | {""}
     owners: dict[str, str] = {}
     for fqn in (*plan.parameters, *plan.tied):
@@ -94,7 +95,7 @@ def _kept_in_full(plan: SplitPlan) -> frozenset[str]:
 
 def _of_rarer_dtypes(plan: SplitPlan, dtypes: Mapping[str, str]) -> frozenset[str]:
     """Returns the parameters with another dtype than most elements of their unit."""
-    unit_of = {module: unit for unit in plan.units for module in unit}
+    unit_of = {module: unit for unit in plan.data.units for module in unit}
     groups: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for fqn, dtype in dtypes.items():
         unit = unit_of.get(nearest(parent_of(fqn), unit_of) or "", ())

@@ -100,49 +100,75 @@ class NormFormula:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitPlan:
-    """A fully resolved plan of a model.
+class TensorPlan:
+    """How tp changes the forward of modules.
 
     Attributes:
-        parameters: canonical FQN to its plan; tied aliases are left out.
         regions: in model order, outermost only.
         modules: FQN of every module whose forward changes, to its style.
         heads: FQN of every attention module, to its heads before and after the split.
         head: the output embedding if its logits are split over the vocabulary.
-        sequence: where hidden states are split along the sequence; None without sequence parallelism.
         attributes: FQN of every attribute that counts split features, to this rank's value.
         inputs: FQN of every input of which a rank uses its own part, to (dim, number of all heads).
         residual_inputs: FQNs of inputs that bypass their regions.
         local_sizes: FQNs of inputs from which their modules read the size of a rank's part of the features.
         fused_reductions: FQN of a module that leaves its partial sum to another module, to the other module's FQN.
         added: FQNs of parameters that are added to a partial sum, of which every rank adds its share.
-        tied: alias FQN of every tied parameter, to its canonical FQN.
-        units: FQNs of the modules that form each FSDP unit (see [Note: units]).
         norms: FQN of every norm over split features, to its formula.
         weights: FQN of every module that computes with another module's weight, such as an adapter's wrapper, to the
             weight's FQN.
     """
 
-    shape: MeshShape
-    parameters: Mapping[str, ParameterPlan]
     regions: tuple[Region, ...] = ()
     modules: Mapping[str, str] = field(default_factory=dict)
     heads: Mapping[str, tuple[Heads, Heads]] = field(default_factory=dict)
     head: str | None = None
-    sequence: SequencePlan | None = None
     attributes: Mapping[str, int] = field(default_factory=dict)
     inputs: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     residual_inputs: frozenset[str] = frozenset()
     local_sizes: frozenset[str] = frozenset()
     fused_reductions: Mapping[str, str] = field(default_factory=dict)
     added: tuple[str, ...] = ()
-    tied: Mapping[str, str] = field(default_factory=dict)
-    embedding: str | None = None
-    stacks: tuple[LayerStack, ...] = ()
-    units: tuple[tuple[str, ...], ...] = ()
     norms: Mapping[str, NormFormula] = field(default_factory=dict)
-    pipeline: PipelinePlan | None = None
     weights: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataPlan:
+    """How parameters are gathered along the data axes.
+
+    Attributes:
+        units: FQNs of the modules that form each FSDP unit (see [Note: units]).
+    """
+
+    units: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitPlan:
+    """A fully resolved plan of a model: its parameters, and one value for each way in which the model is split.
+
+    Attributes:
+        parameters: canonical FQN to its plan; tied aliases are left out.
+        tied: alias FQN of every tied parameter, to its canonical FQN.
+        stacks: the stacks of layers of the model.
+        embedding: FQN of the input embedding; None if unknown.
+        tensor: how tp changes the forward of modules.
+        tokens: where hidden states are split along the sequence; None without sequence parallelism.
+        data: how parameters are gathered along the data axes.
+        pipeline: the stages; None with one pp rank.
+        work: what one token costs.
+    """
+
+    shape: MeshShape
+    parameters: Mapping[str, ParameterPlan]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    stacks: tuple[LayerStack, ...] = ()
+    embedding: str | None = None
+    tensor: TensorPlan = field(default_factory=TensorPlan)
+    tokens: SequencePlan | None = None
+    data: DataPlan = field(default_factory=DataPlan)
+    pipeline: PipelinePlan | None = None
     work: TokenWork = field(default_factory=TokenWork)
 
     def names_held(self, coord: int) -> frozenset[str]:
@@ -175,7 +201,7 @@ class SplitPlan:
         """Returns the stack of layers inside which `module` receives a part of the sequence; None if it receives all of
         it.
         """
-        return self.sequence.stack_of(module) if self.sequence is not None else None
+        return self.tokens.stack_of(module) if self.tokens is not None else None
 
 
 _HEADER = ("parameter", "x", "shape", "placement", "gradient", "style", "from")

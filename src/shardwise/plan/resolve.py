@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from shardwise.errors import PlanError
-from shardwise.plan.decision import ParameterPlan, SplitPlan
+from shardwise.plan.adapters import ModelNames, plan_adapters, weights_of_wrappers
+from shardwise.plan.decision import ParameterPlan, SplitPlan, TensorPlan
 from shardwise.plan.parameters import VOCABULARY_STYLES, ParameterRules, check_heads, complete_ties, local_heads
 from shardwise.plan.regions import COLUMN_STYLES, Region, find_deferred_sums, find_regions, find_sequence
 from shardwise.plan.rule import AttributeRule, InputRule, ParameterRule, RegionRule, Rule, SequenceRule
@@ -120,7 +121,10 @@ _MODULE_STYLES = frozenset(
 
 
 def resolve(plan: Plan, facts: ModelFacts, *, num_parts: int, sequence_parallel: bool = False) -> SplitPlan:
-    """Plans every parameter and module of the model that `facts` describe."""
+    """Plans every parameter and module of the model that `facts` describe, for tp alone.
+
+    Rules match the names of the base; the plan has the names of the model, with adapters if it has any.
+    """
     given = match_rules(plan, facts)
     if num_parts == 1:
         given = MatchedRules()
@@ -140,33 +144,51 @@ def resolve(plan: Plan, facts: ModelFacts, *, num_parts: int, sequence_parallel:
     rules = ParameterRules(
         facts=facts, rules=given.parameters, regions=regions, head=head, sequence=sequence, num_parts=num_parts
     )
-    parameters, unsplit = _parameters(rules, outside=[*unsplit_heads])
+    base_parameters, unsplit = _parameters(rules, outside=[*unsplit_heads])
     attributes, indivisible = _local_attributes(facts, given, num_parts)
     inputs, unsplit_inputs = _split_inputs(facts, given, num_parts)
     wrong = [*filter(None, problems), *wrong, *unsplit_heads.values(), *unsplit, *indivisible, *unsplit_inputs]
     if wrong:
         raise all_problems(wrong)
-    styles = {**given.regions, **given.parameters}
+    parameters, wrong = plan_adapters(base_parameters, facts, num_parts=num_parts)
+    if wrong:
+        raise all_problems(wrong)
+    names, styles = ModelNames(facts.adapters), {**given.regions, **given.parameters}
+    changed = {
+        name: styles[name].kind
+        for name in facts.modules
+        if name in styles and name != head and styles[name].kind in _MODULE_STYLES
+    }
+    inputs_by_style = {
+        style: frozenset(names.inside(name for name, rule in given.inputs.items() if rule.style == style))
+        for style in ("aside", "local_size")
+    }
+    tensor = TensorPlan(
+        regions=tuple(replace(each, fqn=name) for each in regions.values() for name in names.of((each.fqn,))),
+        modules=names.keys_of(changed),
+        heads=names.keys_of(heads),
+        head=head,
+        attributes=names.keys_inside(attributes),
+        inputs=names.keys_inside(inputs),
+        residual_inputs=inputs_by_style["aside"],
+        local_sizes=inputs_by_style["local_size"],
+        fused_reductions={
+            name: into for name, target in names.keys_of(fused_reductions).items() for into in names.of((target,))
+        },
+        added=tuple(fqn for fqn, planned in parameters.items() if planned.rule.style == "added_once"),
+        weights=weights_of_wrappers(facts.adapters, head),
+    )
+    if sequence is not None:
+        full_sequence, parts = names.of(sequence.full_sequence), names.inside(sequence.inputs)
+        sequence = replace(sequence, full_sequence=tuple(full_sequence), inputs=tuple(parts))
     return SplitPlan(
         shape=MeshShape(tp_size=num_parts),
         parameters=parameters,
-        regions=tuple(regions.values()),
-        modules={
-            name: styles[name].kind
-            for name in facts.modules
-            if name in styles and name != head and styles[name].kind in _MODULE_STYLES
-        },
-        heads=heads,
-        head=head,
-        sequence=sequence,
-        attributes=attributes,
-        inputs=inputs,
-        residual_inputs=frozenset(name for name, rule in given.inputs.items() if rule.style == "aside"),
-        local_sizes=frozenset(name for name, rule in given.inputs.items() if rule.style == "local_size"),
-        fused_reductions=fused_reductions,
-        added=tuple(fqn for fqn, planned in parameters.items() if planned.rule.style == "added_once"),
-        tied=facts.tied,
+        tied=facts.tied if facts.adapters is None else facts.adapters.tied,
+        stacks=facts.stacks,
         embedding=facts.embedding,
+        tensor=tensor,
+        tokens=sequence,
     )
 
 

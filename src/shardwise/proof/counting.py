@@ -45,7 +45,7 @@ def counted_layers(model: nn.Module, mesh: Mesh) -> Iterator[LayerCollectives]:
     count = CommunicationCount(group=group)
     counter = _Counter(count, tally)
     plan = registry_of(model).plan
-    inner = plan.sequence is not None  # the ends of a stack are hooks of its layers
+    inner = plan.tokens is not None  # the ends of a stack are hooks of its layers
     with ExitStack() as stack, count:
         for name in sorted(_layers(plan)):
             layer = model.get_submodule(name)
@@ -97,6 +97,6 @@ def _nodes(value: Any) -> list[Any]:
 
 def _layers(plan: SplitPlan) -> set[str]:
     """Returns the FQNs of the outermost layers that hold regions."""
-    regions = [parent_of(region.fqn) for region in plan.regions]
+    regions = [parent_of(region.fqn) for region in plan.tensor.regions]
     stacks = [each for each in plan.stacks if any(is_within(region, (each.fqn,)) for region in regions)]
     return set(outermost_layers(stacks))

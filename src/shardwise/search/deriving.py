@@ -55,7 +55,7 @@ def widen_regions(candidate: Candidate) -> Plan:
     routed on the full sequence, the same on every rank. A layer or a list itself is no such module.
     """
     plan, facts, widened = candidate.plan, candidate.facts, []
-    for region in candidate.split.regions:
+    for region in candidate.split.tensor.regions:
         block = parent_of(region.fqn if region.edge == "output" else _list_around(region.fqn, facts))
         if block and facts.modules[block].kind != "list" and block not in facts.layers and block not in widened:
             widened.append(block)
@@ -81,7 +81,9 @@ def fuse_reductions(candidate: Candidate, layers: Sequence[Layer]) -> Plan:
     for layer in layers:
         leaving = [call for call in layer.calls if _is_left(call.fqn, split, layer.fqn)]
         for first, second in _added(leaving, layer):
-            kind, style = (ParameterRule, "rowwise") if first.fqn in split.modules else (RegionRule, "region_output")
+            kind, style = (
+                (ParameterRule, "rowwise") if first.fqn in split.tensor.modules else (RegionRule, "region_output")
+            )
             name = second.fqn.removeprefix(f"{layer.fqn}.")
             reason = f"the layer adds it to what {name} computes: one sum for both"
             rules.append(kind(first.fqn, f"{style}_into({name})", source="structure", reason=reason))
@@ -92,8 +94,10 @@ def _is_left(module: str, split: SplitPlan, layer: str) -> bool:
     """Returns whether a region ends at `module`: its output is reduced, or it is a row-split module of a region."""
     if not is_within(parent_of(module), (layer,)):
         return False
-    summed = [region.fqn for region in split.regions if region.edge == "output" and is_within(module, (region.fqn,))]
-    return module in summed if summed else split.modules.get(module) == "rowwise"
+    summed = [
+        region.fqn for region in split.tensor.regions if region.edge == "output" and is_within(module, (region.fqn,))
+    ]
+    return module in summed if summed else split.tensor.modules.get(module) == "rowwise"
 
 
 def _added(calls: Sequence[ModuleCall], layer: Layer) -> Iterator[tuple[ModuleCall, ModuleCall]]:
@@ -324,7 +328,10 @@ def _eager(tiny: PreTrainedModel) -> nn.Module:
 
 def _gathers(split: SplitPlan) -> bool:
     """Whether linears of a plan gather outputs or split full inputs, which blocks with columns and rows do not need."""
-    return any(region.edge == "gather" for region in split.regions) or "rowwise_split_input" in split.modules.values()
+    return (
+        any(region.edge == "gather" for region in split.tensor.regions)
+        or "rowwise_split_input" in split.tensor.modules.values()
+    )
 
 
 def vocabulary_plan(facts: ModelFacts) -> Plan:

@@ -250,7 +250,7 @@ class RealSizes:
         found = self._verdict(decided) if self.runs else None
         if found is not None:
             return found
-        alone = {each.fqn for each in decided.regions if each.edge == "gather"}  # whose outputs are full again
+        alone = {each.fqn for each in decided.tensor.regions if each.edge == "gather"}  # whose outputs are full again
         uneven = [fqn for fqn in _uneven(decided) if facts.layer_of(fqn) and parent_of(fqn) not in alone]
         if not uneven:
             return Verdict(passed=True)

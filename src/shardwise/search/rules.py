@@ -319,7 +319,7 @@ def sequence_plans(plan: Plan, split: SplitPlan, facts: ModelFacts, layers: Sequ
     Args:
         layers: layers of a tiny model in eval mode, every tensor a node, nothing cut; empty if it cannot be watched.
     """
-    stacks = [stack.fqn for stack in stacks_with_regions(facts, split.regions)]
+    stacks = [stack.fqn for stack in stacks_with_regions(facts, split.tensor.regions)]
     if len(stacks) < 2 or not layers:
         yield plan  # where there is none, trying it says so
     ran = [stack for stack in stacks if any(parent_of(layer.fqn) == stack for layer in layers)]
@@ -376,7 +376,7 @@ def _inputs(layers: Sequence[Layer]) -> Iterator[tuple[str, ...]]:
 
 def _mixing(layers: Sequence[Layer], split: SplitPlan) -> Iterator[tuple[str, ...]]:
     """Yields modules outside of regions that mix positions: the lowest of them, then the highest."""
-    regions = [region.fqn for region in split.regions if region.edge != "gather"]
+    regions = [region.fqn for region in split.tensor.regions if region.edge != "gather"]
     lowest: list[str] = []
     highest: list[str] = []
     for layer in layers:

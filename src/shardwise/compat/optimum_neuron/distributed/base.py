@@ -67,7 +67,7 @@ class Parallelizer:
             rules |= {name: "replicate" for name in (facts.embedding, facts.head) if name}
         if should_parallelize_layer_predicate_func is not None and mesh.size("tp") > 1:
             plan = decide(inner, mesh.shape, replace(spec, plan=Plan.of(rules)))
-            names = dict.fromkeys((*(region.fqn for region in plan.regions), plan.embedding, plan.head))
+            names = dict.fromkeys((*(region.fqn for region in plan.tensor.regions), plan.embedding, plan.tensor.head))
             asked = ((name, inner.get_submodule(name)) for name in names if name)
             rules |= {
                 f"{name}.**": "replicate" for name, each in asked if not should_parallelize_layer_predicate_func(each)
