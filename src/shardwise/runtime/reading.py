@@ -157,6 +157,8 @@ def _reader(name: str) -> type:
     """Mixin class whose property `name` reads the parameter through `_READS`."""
 
     def read_parameter(self: Any) -> Tensor | None:
+        if name in self.__dict__:  # a pipeline stage has hidden the parameter: it belongs to another segment
+            return self.__dict__[name]
         if name not in self._parameters:
             raise AttributeError(name)  # nn.Module says it better
         value = self._parameters[name]
