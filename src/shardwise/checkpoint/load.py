@@ -134,7 +134,9 @@ def load_into(stored: StoredParts, target: LoadTarget, *, put: Put) -> Any:
 
 
 class LoadPlan:
-    """Changes of a load on this rank. The constructor checks them; `apply` makes them. Communicates nothing."""
+    """The changes that loading a checkpoint makes on this rank. The constructor checks them; `apply` makes them.
+    Communicates nothing.
+    """
 
     def __init__(
         self, stored: StoredParts, target: LoadTarget, registry: Registry | None, shards: Mapping[str, LocalShard]
@@ -300,7 +302,7 @@ class _State:
 
 
 class OptimizerLoad:
-    """Changes of a load to an optimizer. The constructor checks them; `apply` makes them."""
+    """The changes that loading a checkpoint makes to an optimizer. The constructor checks them; `apply` makes them."""
 
     def __init__(
         self,

@@ -47,8 +47,9 @@ class Encoder:
 
 
 def find_files(path: Path, include: Sequence[str]) -> tuple[Path, ...]:
-    """Returns the files at `path`: the file itself, or matching files below the directory, sorted,
-    without hidden ones.
+    """Returns the file `path`, or the files below the directory `path` that match a glob pattern of `include`, sorted.
+
+    Hidden files, and files in hidden directories, are left out.
     """
     with disk_errors(f"cannot read {path}"):  # a name too long, a directory that one may not look into
         if path.is_file():

@@ -224,9 +224,10 @@ def _first_int(owner: object, names: tuple[str, ...]) -> int | None:
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
-    """Returns the module that computes the logits of an unsplit model; None if unknown.
+    """Returns the module that computes the logits of an unsplit model; None if there is none or it is unknown.
 
-    DeBERTa names a projection before the logits, which has as many output as input features; it is ignored.
+    DeBERTa declares as its output embedding a projection before the logits, with as many output as input features: then
+    None is returned.
     """
     head, embedding = (_embedding(model, f"get_{side}_embeddings") for side in ("output", "input"))
     size = tuple(head.weight.shape) if head is not None else ()

@@ -424,7 +424,7 @@ class _Forward:
 
 
 def named_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a call by name."""
+    """Returns the arguments of a call of `model`, positional ones too, by the names in its forward."""
     signature = inspect.signature(model.forward)
     bound = signature.bind(*args, **kwargs)
     variadic = {name for name, each in signature.parameters.items() if each.kind is inspect.Parameter.VAR_KEYWORD}

@@ -91,7 +91,8 @@ def broadcast_output(
     Args:
         output: the last stage's output, on its rank, without gradients.
         own: arguments of the forward that every rank gets back as its own (caches).
-        later: whether tensors other than the loss stay there until they are used.
+        source: group rank of the last stage.
+        later: whether tensors other than the loss stay on the last stage until they are used.
         change: applied to every tensor, or this rank's part of it, before it is returned.
 
     Communicates: over pp, a broadcast of a description and of every tensor, or only of the scalars.

@@ -79,11 +79,12 @@ def tie(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ..
 def backward_inputs(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor], weights: Iterable[nn.Parameter]
 ) -> "tuple[list[Tensor | None], SecondPart]":
-    """Returns the first part of a backward: returns the gradients of `inputs`, and a function that computes those of
-    `weights`.
+    """Runs the first part of a backward. Returns the gradients of `inputs` (None where none is needed), and a function
+    that computes the gradients of `weights` later and adds them to `.grad`.
 
     Args:
-        outputs: outputs that are tied to `inputs`.
+        outputs: outputs of `tie`, whose graph reaches `inputs`.
+        gradients: the gradient of each output.
     """
     needed = [x for x in inputs if x.requires_grad]
     own = list(weights)

@@ -149,12 +149,12 @@ class ModelNames:
         self._adapted = {each.module for each in adapters.adapted} if adapters is not None else set()
 
     def of(self, modules: Iterable[str]) -> Iterable[str]:
-        """Yields the names of `modules` in the model."""
+        """Yields the FQNs in the model of modules, given their FQNs in the base."""
         for module in modules:
             yield from (module,) if module in self._adapted else self._instances.get(module, (module,))
 
     def inside(self, names: Iterable[str]) -> Iterable[str]:
-        """Yields the names in the model of attributes, inputs and parameters inside modules."""
+        """Yields the FQNs in the model of attributes, inputs and parameters, given their FQNs in the base."""
         for name in names:
             owner = nearest(parent_of(name), self._instances)
             if owner is None:

@@ -46,11 +46,11 @@ def with_data_axes(
     conditional: Collection[str] = (),
     dtypes: Mapping[str, str] | None = None,
 ) -> SplitPlan:
-    """Adds the data axes and pipeline stages of a mesh of `shape` to `plan`, which was resolved for tp alone.
+    """Returns `plan`, which was resolved for tp alone, with the data axes and pipeline stages of a mesh of `shape`.
 
     Args:
         units, conditional: see `find_units`.
-        dtypes: dtypes of the trained parameters by name.
+        dtypes: dtypes of the trained parameters by name: a unit shards only those of its most common dtype.
     """
     data = DataPlan(units=find_units(facts, units, conditional=conditional))
     plan = replace(plan, shape=shape, data=data, pipeline=pipeline)

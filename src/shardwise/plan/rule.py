@@ -120,7 +120,8 @@ class Rule:
 
     @property
     def into(self) -> str | None:
-        """Name of the module to which the partial sum is left, relative to the module that holds both.
+        """Name of the module to which the partial sum is handed, relative to the parent of both modules; None if it is
+        summed.
 
         If a layer adds the outputs of two parallel blocks (attention and MLP, experts and shared experts), only their
         total must be summed over ranks. The first block outputs zeros and leaves its sum to the second.

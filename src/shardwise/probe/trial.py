@@ -81,8 +81,8 @@ def is_small(model: nn.Module) -> bool:
 
 
 def build_tried_model(model: PreTrainedModel, **shrinking: Any) -> PreTrainedModel:
-    """Returns the model with other weights;
-    for a large one, a tiny model made by `shrink_config` with these options.
+    """Returns a copy of the model with perturbed weights; for a large one, a tiny model made by `shrink_config` with
+    these options.
     """
     own_size = is_small(model)
     if own_size and not has_meta(model):
@@ -340,10 +340,10 @@ logger = logging.getLogger("shardwise.plan")
 
 
 def try_adapters(model: nn.Module, plan: Plan, facts: ModelFacts, *, num_parts: int, sequence_parallel: bool) -> None:
-    """Proves that a split model with adapters trains right: trains a tiny model with the same adapters and compares
-    every gradient.
+    """Trains a tiny model with the same adapters, split and unsplit, and compares every gradient.
 
-    Caches success on disk. Logs if it cannot be tried. Communicates nothing.
+    Raises `PlanError` if they differ. Caches success on disk. Logs a warning if it cannot be tried. Communicates
+    nothing.
     """
     assert facts.adapters is not None
     base = without_adapters(model)

@@ -32,10 +32,13 @@ _LEVELS = ("layer", "full_sequence", "region", "adapter")  # of streams, from th
 
 @dataclass
 class RandomStreams:
-    """Random streams that one forward has begun.
+    """The streams of random numbers (dropout) that are active in one forward.
+
+    Outside of regions all tp ranks draw the same numbers: the stream is replicated. Where activations are split, each
+    rank draws its own numbers: the stream is rank-local. `begin` changes the stream and `end` restores the one before.
 
     Attributes:
-        seed: the part of a rank-local stream's seed that all ranks share; None while the stream is replicated.
+        seed: number common to all ranks, from which each rank's seed is made; None while the stream is replicated.
     """
 
     seed: int | None = None

@@ -228,7 +228,7 @@ class UnusedParameters:
         return [number in self._used for number in range(len(self._fsdp_params))]
 
     def settle(self, counts: Tensor) -> None:
-        """Sets the gradients to None that no rank has contributed to.
+        """Sets to None the gradients to which no rank has contributed.
 
         Args:
             counts: int `[n]`, `used` summed over data ranks.

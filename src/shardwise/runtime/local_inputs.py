@@ -24,10 +24,9 @@ def install_sliced(module: nn.Module, argument: str, *, dim: int, num_heads: int
     """Passes `module` only this rank's slice of the input called `argument`: features if `dim` is the last dim, else
     heads.
 
-    Heads may repeat along the dim once per sequence.
-
     Args:
-        enters: whether the input comes from outside of any region, so that its gradients must be summed here.
+        dim: the dim to slice; with heads it may have size batch * num_heads, such as the biases of ALiBi.
+        enters: whether the input comes from outside of any region, so that backward must sum its gradient over `axis`.
     """
 
     def own_part(x: Tensor) -> Tensor:

@@ -53,7 +53,9 @@ def install_outputs(
 
 
 def map_fields(output: Any, change: Callable[[str, Any], Any]) -> Any:
-    """Applies `change(name, value)` to each field of a model's output. The fields of a tuple have the name ""."""
+    """Returns a model's output with `change(name, value)` applied to each field. The fields of a tuple have the name
+    "".
+    """
     if isinstance(output, dict):
         for name, value in list(output.items()):
             changed = change(name, value)

@@ -216,7 +216,7 @@ class SequenceEdge(TensorEdge):
         self.stack = stack
 
     def enter(self, x: Tensor, region: str = "") -> Tensor:
-        """Gathers hidden states for use inside the region.
+        """Gathers hidden states along the sequence for use inside the region. `region`: its name, for messages.
 
         Communicates: over tp, one all-gather in forward and one reduce-scatter of the gradient in backward.
         """
@@ -347,9 +347,10 @@ def _rescale_to_partial(x: Tensor, sums: Sequence[Sum]) -> Tensor:
 
 
 def with_own_sums(own: Callable[..., Any], context: SplitContext, args: Any, kwargs: Any) -> Any:
-    """Calls `own`, the forward of a compiled or recomputed region, with a separate list of sums.
+    """Calls `own`, the forward of a compiled or recomputed region, with a separate list of sums; returns its output.
 
-    Such code must not record sums outside of itself, so the region ends here.
+    Regions record the sums that they have reduced, whose gradients are scaled at the region's end. Compiled or
+    recomputed code must not add to a list outside of itself, so the sums that it records end with it.
     """
     around = context.state.sums
     if around is None:

@@ -82,10 +82,11 @@ class BlockGraph:
 
     @functools.cached_property
     def entries(self) -> list[dict[str, str]]:
-        """Choices of the modules at which the region is entered, or its output summed, to their style.
+        """Returns the alternatives for the edges of the region, the first to be tried first. Each maps the FQNs
+        of the modules at which the region is entered, or at which its output is summed, to their style.
 
-        A module can be entered if it leads only to the block's row products. The highest one costs least; the lowest
-        has the fewest modules in between that might not work on partial sums.
+        A module can be entered if it leads only to the block's row-split products. The outermost such module needs
+        the fewest collectives. The innermost has the fewest modules inside that might not work on partial sums.
         """
         owners = self._entry_owners()
         ladders = []

@@ -30,7 +30,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Step:
-    """Placement of the tensor along one mesh axis, or along several flattened into one, the outermost first.
+    """Placement of the tensor along one mesh axis, or along several axes flattened into one, the outermost first.
 
     Chunks over a flattened mesh are not nested chunks: 10 rows over 2 x 2 ranks are 3, 3, 3, 1 rows, not 3, 2, 3, 2.
     """
@@ -41,7 +41,7 @@ class Step:
 
     @property
     def size(self) -> int:
-        """Number of coords of the flattened axis."""
+        """Number of ranks along the flattened axis."""
         return math.prod(self.sizes)
 
     def __str__(self) -> str:

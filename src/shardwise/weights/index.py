@@ -88,10 +88,10 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
         return _Mapped(self, key, entry.shape, entry.dtype)
 
     def describe(self) -> dict[str, str]:
-        """Returns a text per key that differs for different weights with near certainty: dtype, shape, checksum of some
-        bytes.
+        """Returns a fingerprint per key, which differs for different weights with near certainty: dtype, shape,
+        checksum of some bytes.
 
-        Touches one page at each of up to a thousand places.
+        Reads one memory page at each of up to a thousand places of the checkpoint.
         """
         chosen = self._to_sample()
         most = min(4, max(1, _SAMPLES // max(1, len(chosen))))  # places of a tensor

@@ -121,7 +121,9 @@ class EmbeddingLora(Embedding):
         return module.num_embeddings, module.embedding_dim
 
     def update_layer(self, adapter_name: str, *args: Any, **options: Any) -> None:
-        """Adds an adapter. Its gradients are partial sums if the base returns a part of the sequence."""
+        """Adds an adapter. If the base returns this rank's part of the sequence, marks the adapter's gradients as
+        partial sums.
+        """
         super().update_layer(adapter_name, *args, **options)
         if self.get_base_layer().sequence_dim is not None:
             for parameters in (self.lora_embedding_A, self.lora_embedding_B):

@@ -187,8 +187,8 @@ class StandaloneEmbedding(SplitEmbedding, _LookUp):
         self.padding_idx = own if own is not None and 0 <= own < self.weight.shape[0] else None
 
     def forward(self, ids: Tensor, **options: Any) -> Tensor:
-        """Args: ids int `[b, s]`, the same on every tp rank. Returns `[b, s, embedding]`, or this rank's part of the
-        sequence: `[s / tp, b, embedding]` or `[b, s / tp, embedding]`.
+        """Args: ids int `[b, s]`, the same on every tp rank. Returns `[b, s, embedding]`; if `sequence_dim` is 0 or 1,
+        this rank's part of the sequence: `[s / tp, b, embedding]` or `[b, s / tp, embedding]`.
         """
         ids = ids.transpose(0, 1).contiguous() if self.sequence_dim == 0 else ids
         out = super().forward(ids)

@@ -38,7 +38,8 @@ class SplitModule(nn.Module):
         placements: placement of each split parameter.
         partial_parameters: replicated parameters whose gradient on a rank is a partial sum over tp, because they are
             used on this rank's part of the sequence.
-        padded_width: features to which this rank's are zero-padded; see [Note: heads are padded in activations].
+        padded_width: number of features to which this rank's features are zero-padded; see [Note: heads are padded
+            in activations].
     """
 
     padded_width: int = 0

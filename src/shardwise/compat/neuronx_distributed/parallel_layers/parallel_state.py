@@ -109,7 +109,7 @@ def destroy_model_parallel() -> None:
 
 
 def current_mesh() -> Mesh:
-    """Returns the mesh of this process."""
+    """Returns the mesh of this process. Raises `MeshError` if it is not open."""
     if _State.mesh is None and _State.shards_later is not None:
         return _open(1, 1, shards=_State.shards_later)
     if _State.mesh is None:
