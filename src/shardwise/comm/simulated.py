@@ -56,8 +56,9 @@ class SimulatedGroup(_Base):
         return list(shared.values)
 
     def subgroup(self, blocks: tuple[tuple[int, ...], ...]) -> "SimulatedGroup | None":
-        """Returns this rank's handle on the subgroup of its block; None if it is alone in the block. All ranks must
-        call it.
+        """Returns this rank's handle on the subgroup of its block; None if it is alone in the block.
+
+        All ranks of the group must call this. `blocks`: disjoint tuples of the group's rank numbers, alike everywhere.
         """
         block = next(block for block in blocks if self.rank() in block)
         if len(block) == 1:

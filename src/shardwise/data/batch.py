@@ -338,7 +338,7 @@ class TargetWeights:
         return len(self.parts)
 
     def weight(self, number: int) -> Weight:
-        """Returns the weight of a microbatch's mean loss. The weighted sum is the mean over the full batch."""
+        """Returns the weight of the mean loss of microbatch `number`. The weighted sum is the mean over all targets."""
         count, total = self.counts[number], self.total
         if isinstance(total, Tensor):
             return count / total.clamp(min=1)

@@ -138,10 +138,10 @@ def weights_of_wrappers(adapters: AdapterFacts | None, head: str | None) -> dict
 
 
 class ModelNames:
-    """Maps module names of the base to the names in the model with adapters; without adapters they are the same.
+    """Maps names of modules in the base model to names in the model with adapters. Without adapters they are the same.
 
-    The wrapper around an adapted weight has the name of the base module. A module with trained copies
-    (`modules_to_save`) maps to several modules, which compute independently.
+    A module that an adapter wraps maps to the wrapper, which computes with weight and adapter. A module with trained
+    copies (`modules_to_save`) maps to the original and all copies, which compute independently.
     """
 
     def __init__(self, adapters: AdapterFacts | None) -> None:

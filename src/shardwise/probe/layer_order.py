@@ -338,7 +338,10 @@ def tried_order(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection
 
     Args:
         layers: the modules at which to cut; default: the outermost layers.
-        drops: whether the large model has dropout.
+        drops: whether the large model has dropout. Then stages must draw the same masks.
+
+    Raises:
+        PlanError: the model computes something else, or cannot be cut.
     """
     order, returns = _watch_order(tiny, batch, layers, drops=drops)
     if len(order.calls) == 1:

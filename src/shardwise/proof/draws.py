@@ -23,13 +23,15 @@ _UNEQUAL = "ranks draw differently for what they compute alike"
 
 
 class RecordRandom(TorchDispatchMode):
-    """Records the random tensors drawn in forward. Recomputation in backward is not recorded.
+    """Records the random tensors that a rank draws in forward. Recomputation in backward is not recorded.
 
     Args:
-        stages: the stages of a pipeline. Draws of other stages' code are not recorded.
+        stages: this rank's stages of a pipeline. The model's whole forward runs in every stage; only what the stage
+            itself computes is recorded. None without a pipeline.
 
     Attributes:
-        forwards: the drawn tensors in order; for a stage, those of each of its forwards.
+        forwards: without stages, one list of all drawn tensors in order; with stages, one list for every forward of a
+            stage, in the order in which they ran.
     """
 
     def __init__(self, stages: Stages | None = None) -> None:
@@ -65,16 +67,16 @@ def in_microbatch_order(stages: Sequence[Sequence[Sequence[Tensor]]]) -> list[Te
 
 
 class ReplayRandom(TorchDispatchMode):
-    """Gives the full model the ranks' draws, combined.
+    """Replaces each random draw of the full model by the ranks' recorded draws, joined to the full shape.
 
     Args:
-        ranks: the records of `RecordRandom` on each rank.
-        states: each rank's random state after its draws; empty if it does not matter.
+        ranks: the tensors that `RecordRandom` recorded on each rank.
+        states: each rank's generator state after its draws, which must be equal; empty if they need not be.
 
     Attributes:
-        problems: draws that cannot be combined, in words.
-        unequal: draws that differ although ranks compute the same, in words; the first rank's are used. They explain
-            differing results, and are harmless otherwise: DeBERTa drops positions that no attention reads.
+        problems: draws that cannot be joined, in words.
+        unequal: draws of the full shape that differ between ranks, in words; the first rank's are used. If the results
+            differ too, this is the reason. If they are equal, no result depends on these draws.
     """
 
     def __init__(self, ranks: Sequence[Sequence[Tensor]], states: Sequence[Tensor]) -> None:

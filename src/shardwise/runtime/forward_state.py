@@ -200,7 +200,7 @@ class ForwardState:
             leave_mode(mode)
 
     def end_layers(self) -> None:
-        """Ends what the running stack of layers has begun."""
+        """Ends the running stack of layers: forgets its cached inputs and sums, and restores the random stream."""
         self.entered.clear()
         self.sums = self.pending_sum = self.open_stack = None
         self.random.end("layer")

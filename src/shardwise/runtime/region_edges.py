@@ -170,9 +170,10 @@ def cut(x: Tensor, dim: int, length: int) -> Tensor:
 
 
 class TensorEdge:
-    """Edge of a region whose hidden states are full on every rank.
+    """How tensors enter and leave a region (modules that compute with split weights) without sequence parallelism.
 
-    Hidden states are `[batch, sequence, hidden]` or `[tokens, hidden]`, the same on all ranks of the axis.
+    Hidden states outside of the region are full, `[batch, sequence, hidden]` or `[tokens, hidden]`, and the same on all
+    tp ranks. Entering leaves them as they are, and backward sums their gradient. Leaving sums the partial results.
     """
 
     stack: str | None = None
@@ -488,7 +489,7 @@ def _enter_inputs(
 
 
 def install_reduced(module: nn.Module, edge: TensorEdge, context: SplitContext) -> None:
-    """Ends a region at the output of `module`, which is a partial sum."""
+    """Registers a forward hook that ends a region at the output of `module`: `edge` sums the partial result."""
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
         context.restore_rng("region")

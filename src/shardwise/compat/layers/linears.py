@@ -188,7 +188,7 @@ class StandaloneEmbedding(SplitEmbedding, _LookUp):
 
     def forward(self, ids: Tensor, **options: Any) -> Tensor:
         """Args: ids int `[b, s]`, the same on every tp rank. Returns `[b, s, embedding]`; if `sequence_dim` is 0 or 1,
-        this rank's part of the sequence: `[s / tp, b, embedding]` or `[b, s / tp, embedding]`.
+        this rank's part of the sequence: `[s / tp, b, embedding]` or `[b, s / tp, embedding]`. `options` are ignored.
         """
         ids = ids.transpose(0, 1).contiguous() if self.sequence_dim == 0 else ids
         out = super().forward(ids)
