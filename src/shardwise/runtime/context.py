@@ -138,7 +138,7 @@ class SplitContext:
         return bool(self._around)
 
     def begin_forward(self, module: nn.Module) -> None:
-        """Begins a new state for a forward of `module`, the model or one of its modules, until `end_forward`. Nests."""
+        """Begins a new state for a forward of `module`, the model or one of its modules, until `end_forward`."""
         self._around.append((module, self.state))
         self.state = ForwardState()
 
