@@ -58,7 +58,7 @@ class SimulatedGroup(_Base):
     def subgroup(self, blocks: tuple[tuple[int, ...], ...]) -> "SimulatedGroup | None":
         """Returns this rank's handle on the subgroup of its block; None if it is alone in the block.
 
-        All ranks of the group must call this. `blocks`: disjoint tuples of the group's rank numbers, alike everywhere.
+        All ranks of the group must call this. `blocks`: the group's rank numbers, each in one tuple; equal on all ranks.
         """
         block = next(block for block in blocks if self.rank() in block)
         if len(block) == 1:

@@ -338,7 +338,10 @@ class TargetWeights:
         return len(self.parts)
 
     def weight(self, number: int) -> Weight:
-        """Returns the weight of the mean loss of microbatch `number`. The weighted sum is the mean over all targets."""
+        """Returns the weight of the mean loss of microbatch `number`: its share of the targets of the full batch.
+
+        The weighted losses, summed over microbatches and data ranks, are the mean over all targets of all data ranks.
+        """
         count, total = self.counts[number], self.total
         if isinstance(total, Tensor):
             return count / total.clamp(min=1)

@@ -272,7 +272,7 @@ def build_meta_model(
     """Builds an instance of `auto_class` for `config` on the meta device.
 
     Args:
-        auto_class: None: `model_class_of` the config.
+        auto_class: a transformers auto class or model class; None: the class that `model_class_of` returns.
         options: keyword arguments of the model class (`attn_implementation`, …).
     """
     chosen = model_class_of(config) if auto_class is None else auto_class

@@ -277,7 +277,7 @@ def decide_split(
     *,
     order: LayerOrder | None = None,
 ) -> SplitPlan:
-    """Resolves `rules` to a plan for `model`, which is unsplit (real or meta) and not changed. The same on every rank.
+    """Resolves `rules` to a plan for `model`, which is unsplit (real or meta) and stays so. All ranks get equal plans.
 
     Args:
         spec: the request; `rules` replace its plan.

@@ -136,7 +136,7 @@ class Plan:
         """Parses a plan, one rule or section name per line. Blank lines and comments are skipped.
 
         Raises:
-            PlanError: lines are no rules (reports all), or two rules of a section have the same pattern.
+            PlanError: lines that are not rules (reports all), or two rules of a section have the same pattern.
         """
         rules: list[Rule] = []
         problems: list[str] = []

@@ -338,7 +338,7 @@ def tried_order(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection
 
     Args:
         layers: the modules at which to cut; default: the outermost layers.
-        drops: whether the large model has dropout. Then stages must draw the same masks.
+        drops: whether the large model has dropout, whose masks a cut must not change.
 
     Raises:
         PlanError: the model computes something else, or cannot be cut.

@@ -26,8 +26,8 @@ class RecordRandom(TorchDispatchMode):
     """Records the random tensors that a rank draws in forward. Recomputation in backward is not recorded.
 
     Args:
-        stages: this rank's stages of a pipeline. The model's whole forward runs in every stage; only what the stage
-            itself computes is recorded. None without a pipeline.
+        stages: this rank's stages of a pipeline. Only draws of layers that this rank's stages compute are
+            recorded. None without a pipeline.
 
     Attributes:
         forwards: without stages, one list of all drawn tensors in order; with stages, one list for every forward of a
@@ -76,7 +76,7 @@ class ReplayRandom(TorchDispatchMode):
     Attributes:
         problems: draws that cannot be joined, in words.
         unequal: draws of the full shape that differ between ranks, in words; the first rank's are used. If the results
-            differ too, this is the reason. If they are equal, no result depends on these draws.
+            differ too, this is the reason. If the results are equal, none depends on these draws.
     """
 
     def __init__(self, ranks: Sequence[Sequence[Tensor]], states: Sequence[Tensor]) -> None:

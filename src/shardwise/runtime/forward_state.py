@@ -200,7 +200,9 @@ class ForwardState:
             leave_mode(mode)
 
     def end_layers(self) -> None:
-        """Ends the running stack of layers: forgets its cached inputs and sums, and restores the random stream."""
+        """Leaves the stack of layers that runs: forgets what its regions have cached and summed, and restores the
+        random stream that was active before the stack.
+        """
         self.entered.clear()
         self.sums = self.pending_sum = self.open_stack = None
         self.random.end("layer")

@@ -77,7 +77,7 @@ class MayHaveNoParameters:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the first parameter, here or on another stage."""
+        """Dtype of the model's first parameter, even if another stage holds it. Communicates nothing."""
         return _first_parameter(self).dtype  # type: ignore[arg-type]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:  # noqa: FBT001, FBT002 - as torch has it
