@@ -1,14 +1,20 @@
 """Products of features that a reader found wrong: what is trained, stepped, saved or resumed in them."""
 
+import functools
+
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
+from transformers import LlamaForCausalLM
 
 import shardwise
+from shardwise.api.building import load_by_spec
+from shardwise.checkpoint.load import open_on_all_ranks
 from shardwise.checkpoint.manifest import encode_tree
 from shardwise.errors import UnsupportedError
+from shardwise.plan.options import ParallelSpec
 from tests.families import rows_of, tiny_batch, tiny_model
 from tests.lightning.modules import Automatic, loader, trainer
 
@@ -86,6 +92,12 @@ class Grouped(Automatic):
     def configure_optimizers(self):
         optimizer = shardwise.build_optimizer(self.model, torch.optim.AdamW, lr=1e-3, groups=GROUPS)
         return [optimizer], [{"scheduler": LambdaLR(optimizer, lambda n: 1 / (1 + n)), "interval": "step"}]
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["step"] = "mine"
+
+    def on_load_checkpoint(self, checkpoint):
+        assert checkpoint["step"] == "mine"
 
     def on_train_end(self):
         self.rates = [group["lr"] for group in self.optimizers().param_groups]
@@ -192,3 +204,33 @@ def test_an_optimizer_of_the_inner_model_leaves_the_outer_modules_parameters_alo
 def test_sets_are_saved_in_one_order():
     words = {f"word {number}" for number in range(50)}
     assert encode_tree(words, "extra", {})["is"] == sorted(words)
+
+
+@pytest.mark.single
+def test_a_trained_adapter_is_not_replaced_by_the_one_that_training_began_with(tmp_path):
+    config, spec = tiny_model("llama", num_hidden_layers=2).config, ParallelSpec()
+    build = functools.partial(load_by_spec, config, spec=spec, dtype=None, seed=0, options={})
+    with shardwise.Mesh.open("tp1", device="cpu") as mesh:
+        first = build(mesh, adapter=LoraConfig(r=2, target_modules=["q_proj"]))
+        shardwise.export_pretrained(first, tmp_path / "adapter", adapter="only")
+        for name, parameter in first.named_parameters():
+            parameter.data += "lora" in name
+        shardwise.save_checkpoint(tmp_path / "saved", model=first)
+        stored = open_on_all_ranks(tmp_path / "saved", None, mesh)
+        again = shardwise.full_state_dict(build(mesh, adapter=tmp_path / "adapter", checkpoint=stored))
+        assert all(torch.equal(again[name], value) for name, value in shardwise.full_state_dict(first).items())
+
+
+def one_side(mesh, path, target):
+    config = LoraConfig(r=2, target_modules=[target], init_lora_weights=False)
+    model = shardwise.parallelize(get_peft_model(tiny_model("llama", tied=True), config), mesh)
+    shardwise.export_pretrained(model, path, adapter="merged")
+    loaded, batch = LlamaForCausalLM.from_pretrained(path), tiny_batch(model)
+    return float((model(**batch).loss - loaded(**batch).loss).abs().detach())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # PEFT's, of tied layers
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+@pytest.mark.parametrize("layout", ["pp2.tp2"])
+def test_a_merged_adapter_of_one_module_of_a_tie_does_not_change_the_other(on_ranks, layout, target, tmp_path):
+    assert max(on_ranks(one_side, path=tmp_path, target=target)) < 1e-5

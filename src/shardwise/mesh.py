@@ -240,8 +240,8 @@ class Mesh:
         return self._subgroups[axis, blocks]
 
     def new_group(self, axis: str) -> dist.ProcessGroup | None:
-        """Returns a new group of the ranks of `group(axis)`, owned by the caller.
-        Every rank of the mesh must call it.
+        """Returns a new group of the ranks of `group(axis)`, owned by the caller. Every rank of the mesh must call
+        this.
         """
         if self.size(axis) == 1:
             return None

@@ -1,6 +1,8 @@
-"""Two dozen random configurations: each is right under its layout, or refused in words."""
+"""Random configurations are right under their layout, or refused in words. Large jobs compute little on hosts."""
 
 from __future__ import annotations
+
+import sys
 
 import pytest
 
@@ -32,3 +34,13 @@ def test_random_configurations_are_right_or_refused(layout, sequence_parallel, n
         assert row["result"] in ("ok", "refused", "no tiny model"), f"{row}\n{row['cause']}"
         if row["result"] == "refused":
             assert any(letter.isdigit() for letter in row["cause"]), row
+
+
+@pytest.mark.single
+def test_a_thousand_ranks_divide_save_and_load_a_model_of_a_hundred_tensors(monkeypatch, capsys):
+    import scale
+
+    monkeypatch.setattr(sys, "argv", ["scale.py", "--layers", "11", "--documents", "20000"])
+    assert scale.main() == 0
+    out = capsys.readouterr().out
+    assert "102 parameters" in out and "documents" in out

@@ -155,9 +155,7 @@ def save_again(layout, base, number, family):
 
 
 def load_each(layout, base, number, family, expected):
-    """Loads what each layout has saved. Returns where it is not, bit for bit, what was saved, and where the next steps
-    differ.
-    """
+    """Loads what each layout has saved. Returns where it is not what was saved, and where the next steps differ."""
     found = []
     with shardwise.Mesh.open(layout.removesuffix("+sp")) as mesh:
         training = split_again(mesh, layout, number, family)

@@ -199,9 +199,7 @@ def test_a_place_that_cannot_be_written_is_named(training, tmp_path):
 
 
 def load_all_on_ranks(base):
-    """What loading each damaged copy says, and whether anything was changed by all of them: by which, the test above
-    tells.
-    """
+    """What loading each damaged copy says, and whether any of them changed anything."""
     with shardwise.Mesh.open("tp2") as mesh:
         training = Training(mesh, "llama")
         training.steps(1)

@@ -23,6 +23,7 @@ from shardwise.compat.neuronx_distributed.optimizer import NeuronZero1Optimizer
 from shardwise.compat.neuronx_distributed.parallel_layers import (
     ColumnParallelLinear,
     RowParallelLinear,
+    checkpointing,
     get_number_of_extra_heads,
     pad_model,
     parallel_cross_entropy,
@@ -225,6 +226,11 @@ def parts_saved(mesh, directory):
     found["with dictionaries"] = nxd.load_checkpoint(directory, "dictionaries", optimizer=taken)
     own, was = taken["state"]["state"], optimizer.state_dict()["state"]
     found["dictionary"] = all(torch.equal(own[key]["exp_avg"], was[key]["exp_avg"]) for key in was)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpointing, "write_tree", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            nxd.save_checkpoint(directory, "dictionaries", optimizer={"state": 0})
+    found["kept"] = nxd.load_checkpoint(directory, "dictionaries", optimizer={"state": None}) == 7
     with pytest.raises(ConfigError, match="is a Content"):
         nxd.save_checkpoint(directory, "class", model=model, user_content=Content())
     parallel_state.destroy_model_parallel()
@@ -240,7 +246,7 @@ def test_what_is_saved_may_be_any_part(on_ranks, layout, tmp_path):
     for found in on_ranks(parts_saved, directory=str(tmp_path)):
         assert found.pop("content") == {"step": 3, "seen": {1, 2}, "shape": (1, 2)}
         assert found.pop("with dictionaries") == 7
-        assert found == {"optimizer": True, "dictionary": True}
+        assert found == {"optimizer": True, "dictionary": True, "kept": True}
 
 
 @pytest.mark.single

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
+import inspect
 import subprocess
 import sys
 
 import pytest
 
+from shardwise import errors
 from tests.guards.sources import PACKAGE, SOURCES, name_of, parse
 
 if sys.version_info >= (3, 11):
@@ -61,3 +64,25 @@ def test_rooms_without_torch_load_without_torch():
     code = f"import sys, {', '.join(modules)}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.stdout.strip() == "[]", f"loaded: {run.stdout} {run.stderr}"
+
+
+CLASSES = [
+    cls
+    for cls in vars(errors).values()
+    if inspect.isclass(cls) and issubclass(cls, errors.ShardwiseError) and cls is not errors.ShardwiseError
+]
+
+
+@functools.cache
+def names_called():
+    return {
+        node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+        for path in SOURCES
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute)
+    }
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_every_error_is_raised_somewhere(cls):
+    assert cls.__name__ in names_called(), f"nothing builds a {cls.__name__}: remove it, or raise it where it belongs"

@@ -196,3 +196,10 @@ HERE = Beat(step=3, collective="all_reduce", where="run.py:7 in train", heard_at
 def test_diagnosis(beats, is_late, parts):
     error = diagnose(beats, 101.0, rank=0, quiet_seconds=6.0, is_late=is_late)
     assert error is None if parts is None else all(part in str(error) for part in parts), error
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(143, "it was ended by SIGTERM"), (255, "SystemExit: 255"), (1, "SystemExit: 1")]
+)
+def test_an_exit_code_is_a_signal_only_where_there_is_such_a_signal(code, words):
+    assert processes._in_words(SystemExit(code)) == words

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import shardwise
 from shardwise.errors import MeshError
-from shardwise.job.environment import first_host, read_slurm_environment
+from shardwise.job.environment import GPU_DEFAULTS, first_host, read_slurm_environment, set_gpu_defaults
 from shardwise.ranks.spawn import spawn
 
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -97,3 +97,18 @@ def add_up():
 @pytest.mark.spawn
 def test_tasks_meet():
     assert spawn(add_up, 2) == [3, 3]
+
+
+@pytest.mark.single
+def test_gpu_variables_that_are_not_set_are_set():
+    environment = {}
+    set_gpu_defaults(environment)
+    assert environment == GPU_DEFAULTS
+
+
+@pytest.mark.single
+def test_gpu_variables_that_the_user_has_set_stay_by_older_names_too():
+    given = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "TORCH_FR_BUFFER_SIZE": "9"}
+    environment = dict(given)
+    set_gpu_defaults(environment)
+    assert given.items() <= environment.items() and "PYTORCH_ALLOC_CONF" not in environment

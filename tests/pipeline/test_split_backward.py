@@ -1,13 +1,15 @@
-"""Backwards in two parts give the gradients of one, whatever way weights and inputs meet."""
+"""Backwards in two parts give the gradients of one. A config may ask for outputs of layers."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from shardwise.errors import LayoutError
 from shardwise.pipeline import stage as stage_module
+from shardwise.pipeline.outputs import asked_outputs
 from shardwise.pipeline.stage import SecondPart, backward_inputs, check_complete, tie
 
 pytestmark = pytest.mark.single
@@ -77,3 +79,14 @@ def test_outputs_that_need_no_gradient_are_not_tied():
     x, plain = torch.randn(3).requires_grad_(), torch.randn(3)
     assert tie([plain], [x])[0] is plain
     assert tie([x * 2], [plain])[0].grad_fn.name().startswith("Mul")
+
+
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions", "output_router_logits"])
+def test_a_config_asks_for_every_kind_of_output(name):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = MixtralConfig(**sizes, num_key_value_heads=2, vocab_size=11, num_local_experts=2)
+    model = MixtralForCausalLM._from_config(config, attn_implementation="eager")
+    assert asked_outputs(model, {}) == frozenset()
+    setattr(model.config, name, True)
+    assert asked_outputs(model, {}) == {name}
+    assert asked_outputs(model, {name: False}) == frozenset()

@@ -38,9 +38,7 @@ class ZebraConfig(PreTrainedConfig):
 
 
 class Gallop(nn.Module):
-    """Attention with a fused [value | query | key], explicit head counts, a gate, and a bias table with a column a
-    head.
-    """
+    """Attention with a fused [value | query | key], explicit head counts, a gate, and a bias column for each head."""
 
     def __init__(self, config):
         super().__init__()

@@ -118,7 +118,8 @@ def load_by_spec(  # noqa: PLR0913 - what `load` takes
 
     def load_values() -> tuple[None, dict[str, str]]:
         values.fill(model, registry, seed=seed)
-        read = load_adapter_weights(wrapped, adapter) if isinstance(adapter, str | os.PathLike) else {}
+        is_path = isinstance(adapter, str | os.PathLike)
+        read = load_adapter_weights(wrapped, adapter) if is_path and reads else {}  # else the checkpoint has them
         return None, {f"the adapter's {key}": fingerprint(value) for key, value in read.items()}
 
     fill_model(wrapped, checkpoint, lambda: agree_on(mesh.group(), load_values, doing="loading", **SAME_FILES))

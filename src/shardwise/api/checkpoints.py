@@ -37,7 +37,6 @@ from shardwise.runtime.same_batch import describe_steps
 from shardwise.weights.staging import disk_errors
 
 
-@torch.inference_mode(mode=False)  # what is made here is used again outside of it
 def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of the user's
     path: str | os.PathLike[str],
     *,
@@ -82,12 +81,32 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
     Communicates: over all ranks, one all-gather of 40 bytes, one all-reduce of a number, and with adapters or
     `async_save` a gather of small objects; with `async_save` four more in the background, over their own group.
     """
-    keep = {"keep_last": keep_last, "keep_every": keep_every}
+    request = functools.partial(save_request, path, tag, extra, keep_last, keep_every, async_save=async_save)
+    return save_with(request, model=model, optimizer=optimizer, scheduler=scheduler, extra=extra)
+
+
+@torch.inference_mode(mode=False)  # what is made here is used again outside of it
+def save_with(
+    request: Callable[[], SaveRequest],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Any,
+    extra: Any,
+    add_files: Callable[[Path], None] | None = None,
+) -> PendingSave:
+    """Does the work of `save_checkpoint`.
+
+    Args:
+        request: returns the destination; its error is raised on every rank.
+        add_files: writes further files into the unfinished checkpoint, which must not be saved in the background. All
+            ranks call it, and it raises the same on every rank.
+    """
     writer = writer_of(registry_of(_module(model)).mesh)
     writer.join()
     (gradients := check_steps(model)).adopt_added()  # what came into the model later has an entry from here on
     job = prepare_save(
-        lambda: _request(path, tag, extra, keep, async_save=async_save),
+        request,
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -95,6 +114,7 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
         extra=extra,
         companions=lambda: adapter_companions(registry_of(model).model() or model),
     )
+    job.add_files = add_files
     return writer.write_later(job) if job.request.async_save else writer.write(job)
 
 
@@ -106,9 +126,17 @@ def _module(model: Any) -> nn.Module:
     return model
 
 
-def _request(
-    path: str | os.PathLike[str], tag: str | None, extra: Any, keep: Mapping[str, Any], *, async_save: bool
+def save_request(
+    path: str | os.PathLike[str],
+    tag: str | None,
+    extra: Any,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    *,
+    async_save: bool = False,
 ) -> SaveRequest:
+    """Returns the checked destination of a checkpoint; see `save_checkpoint`."""
+    keep = {"keep_last": keep_last, "keep_every": keep_every}
     for name, value in keep.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ConfigError(f"{name} is {value!r}", why="it counts, from 1")
@@ -313,7 +341,8 @@ def export_pretrained(
         names = base_tensors(model, merged=mode == "merged")
         base = ExportSelection(names=names, add=lambda staging: _write_adapters(model, staging / "adapter", states))
         if mode == "merged":
-            base = ExportSelection(names=names, change=Merger(model).delta_of)
+            merger = Merger(model)
+            base = ExportSelection(names=names, change=merger.delta_of, changed=merger.changed)
     inner = find_model(model)
     write_pretrained(inner, directory, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer, base=base)
 

@@ -139,7 +139,7 @@ def _check_cuts(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> None:
 
 
 def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> tuple[SplitPlan, LabelUse | None]:
-    """Runs `decide` on rank 0, for all ranks, whose models and options are equal; also returns the model's use of
+    """Runs `decide` on rank 0 for all ranks, whose models and options are equal; also returns the model's use of
     labels.
     """
     if mesh.shape.world_size == 1:

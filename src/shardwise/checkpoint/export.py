@@ -10,7 +10,7 @@ writers; its own next tensor waits for the thread.
 import copy
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,11 +43,13 @@ class ExportSelection:
         names: name of each exported tensor, to its name in the model.
         change: given the model's name of a tensor, returns a function from the full tensor to the exported one. All
             ranks call it alike, and the writing rank calls the function. None: tensors are exported unchanged.
+        changed: the model's names of the tensors that `change` changes.
         add: writes further files into a directory; called on rank 0.
     """
 
     names: Mapping[str, str]
     change: Callable[[str], WeightDelta] | None = None
+    changed: Collection[str] = ()
     add: Callable[[Path], None] = lambda directory: None
 
 
@@ -189,7 +191,8 @@ def write_pretrained(
         base = base or ExportSelection(names={name: name for name in state_names(model)})
         every = _full_metas(model, dtypes)
         entries = named_entries(model)
-        tensor_of = {name: entries[own].fqn for name, own in base.names.items() if own in entries}
+        shared = {name: own for name, own in base.names.items() if own in entries and own not in base.changed}
+        tensor_of = {name: entries[own].fqn for name, own in shared.items()}
         if not (is_tied := has_tied_weights(model, tensor_of)):
             base = replace(base, names=_with_all_ties(model, base.names))
         metas = {name: every[own] for name, own in base.names.items()}

@@ -201,6 +201,7 @@ class SaveJob:
         content: "all", or "trained" if frozen parameters are left out.
         head: `tied`, `optimizer` and `values` of the index; of the optimizer only its class.
         companions: on rank 0, contents of further files, by name.
+        add_files: writes further files into the unfinished checkpoint; all ranks call it.
     """
 
     request: SaveRequest
@@ -211,6 +212,7 @@ class SaveJob:
     companions: Mapping[str, bytes]
     chunks: list[_Chunk] = field(default_factory=list)
     report: RankReport = field(default_factory=RankReport)
+    add_files: Callable[[Path], None] | None = None
 
     def add_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Adds tensors that only this rank writes, unchanged."""
@@ -273,6 +275,8 @@ class SaveJob:
             place, tag = broadcast_object(staged and (str(staged.path), staged.target.name), group)
             with raise_on_all_ranks(group, "writing the checkpoint"), as_load_error(root):
                 self._write(Path(place))
+            if self.add_files is not None:
+                self.add_files(Path(place))
             reports = gather_objects(self.report, group)
             with raise_on_all_ranks(group, "completing the checkpoint"), as_load_error(root):
                 if staged is not None and reports is not None:

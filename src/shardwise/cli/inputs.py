@@ -114,7 +114,7 @@ def read_data_state(place: str) -> dict[str, int]:
 
 
 def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
-    """Returns the class called `name` in torch.optim, or at the dotted path `name`. Raises `ConfigError` if there is
+    """Returns the class `name` of torch.optim, or the class at the dotted path `name`. Raises `ConfigError` if there is
     none.
     """
     module, _, last = name.rpartition(".")
@@ -160,9 +160,7 @@ def adapter_of(config: TrainConfig) -> Any:
 
 
 def export_mode(config: TrainConfig) -> str | None:
-    """Returns the `adapter=` argument of `export_pretrained` for a model with an adapter;
-    None for a model without one.
-    """
+    """Returns the `adapter=` argument of `export_pretrained` for a model with an adapter; None without an adapter."""
     return None if config.adapter is None else config.adapter.get("export", "only")
 
 

@@ -64,8 +64,8 @@ def build_model(
 
 
 def find_run_apart(data: DataConfig, model_config: Any) -> DocumentMasking:
-    """Returns how documents in a row are kept from attending to each other; raises `UnsupportedError` if the model
-    cannot.
+    """Returns how documents in a row are kept from attending to each other. Raises `UnsupportedError` if it is
+    impossible.
     """
     kind = rows_of(data)
     if kind == "stream":

@@ -48,9 +48,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 def host_device(group: Group, device: torch.device) -> torch.device:
-    """Returns the device on which small values for the host are summed: the CPU if the group supports it, else
-    `device`.
-    """
+    """Returns the device on which small values for the host are summed: the CPU if the group can, else `device`."""
     is_simulated = not group.group_name  # torch knows no backend of it
     return torch.device("cpu") if is_simulated or "cpu:" in str(dist.get_backend_config(group)) else device
 
@@ -252,9 +250,7 @@ def all_gather_padded(x: Tensor, group: Group | None, *, sizes: Sequence[int], d
 def as_dtensor(
     local: Tensor, mesh: DeviceMesh | None, placements: Sequence[Placement], shape: Sequence[int]
 ) -> DTensor:
-    """Returns a DTensor of the full `shape` with this rank's part `local`, which may be uneven.
-    Communicates nothing.
-    """
+    """Returns a DTensor of the full `shape` with this rank's part `local`, possibly uneven. Communicates nothing."""
     stride = torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 

@@ -104,8 +104,8 @@ class CommunicationCount(TorchDispatchMode):
         return Traffic(calls, Counter(self.bytes))
 
     def num_calls(self, operation: str | None = None, *, at_least_elements: int = 0) -> int:
-        """Returns the number of calls of `operation` (default: any) on tensors of at least `at_least_elements`
-        elements.
+        """Returns the number of calls of `operation` (default:
+        any) on tensors of `at_least_elements` elements or more.
         """
         return sum(
             count

@@ -58,7 +58,7 @@ class SimulatedGroup(_Base):
     def subgroup(self, blocks: tuple[tuple[int, ...], ...]) -> "SimulatedGroup | None":
         """Returns this rank's handle on the subgroup of its block; None if it is alone in the block.
 
-        All ranks of the group must call this. `blocks`: the group's rank numbers, each in one tuple; equal on all ranks.
+        All ranks of the group must call this. `blocks`: the group's rank numbers, each in one tuple, on all ranks.
         """
         block = next(block for block in blocks if self.rank() in block)
         if len(block) == 1:
@@ -103,8 +103,8 @@ class SimulatedGroup(_Base):
 
 
 class LoneGroup(SimulatedGroup):
-    """One rank's handle on a group whose other ranks do not run. They count as holding equal tensors. Used to compute
-    shapes.
+    """One rank's handle on a group whose other ranks do not run, as if they held equal tensors.
+    Used to compute shapes.
     """
 
     def __init__(self, rank: int, size: int) -> None:

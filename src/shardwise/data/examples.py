@@ -85,7 +85,7 @@ class _PlainPrompts:
         self.before = list(first) if first == [tokenizer.bos_token_id] else []
 
     def encode(self, records: Sequence[Record]) -> list[Document]:
-        """Returns the documents: the tokenizer's start tokens, the prompt, and as targets the response and the end
+        """Yields each document: the tokenizer's start tokens, the prompt, and as targets the response and the end
         token.
         """
         prompts = [_text(record, self._keys["prompt"], self._keys) for record in records]

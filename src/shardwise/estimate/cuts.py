@@ -44,9 +44,7 @@ def check_pipeline(pipeline: Pipeline, shape: MeshShape, recompute: Recompute) -
 
 
 def smallest_schedule(pipeline: Pipeline, pp_size: int) -> Schedule:
-    """Returns the schedule with its minimum number of microbatches. The assignment of stages to ranks does not depend
-    on it.
-    """
+    """Returns the schedule with its minimum number of microbatches, which does not change the ranks of stages."""
     number = pipeline.num_stages_per_rank
     if pipeline.layers is not None:
         wanted, num_stages = number, len(pipeline.layers)
@@ -118,7 +116,7 @@ def balance(cost: Cost, num_segments: int, num_stages: int) -> tuple[int, ...]:
 
     @functools.cache
     def best(start: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """Returns the minimal cost of the most expensive of `left` stages from segment `start` on, and their first
+        """Returns the cost of the most expensive of `left` stages from segment `start` on, at best, and their first
         segments.
         """
         if left == 1:

@@ -33,9 +33,7 @@ _PEAK_TFLOPS = (
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Returns the dense bfloat16 operations per second by the maker's data sheet;
-    None for unlisted devices and CPUs.
-    """
+    """Returns dense bfloat16 operations per second by the maker's data sheet; None for unlisted devices and CPUs."""
     return next((tflops * 1e12 for name, tflops in _PEAK_TFLOPS if re.search(rf"\b{name}\b", device_name)), None)
 
 

@@ -70,8 +70,8 @@ def read_world_size() -> int:
 
 
 def is_launched() -> bool:
-    """Returns whether a launcher has started this process as one of several ranks. A Lightning Trainer does not set
-    `RANK`.
+    """Returns whether a launcher started this process as one of several ranks.
+    Lightning's Trainer does not set `RANK`.
     """
     return bool(os.environ.get("RANK")) and read_world_size() > 1
 

@@ -76,8 +76,8 @@ class SavesParts(ParallelStrategy):
                 fix="leave them out",
             )
         trains, group = "optimizer_states" in checkpoint, self.mesh.group()
-        extra = {name: value for name, value in checkpoint.items() if name not in _TENSORS}
-        extra |= {"step": checkpoint["global_step"], "trains": trains}
+        state = {name: value for name, value in checkpoint.items() if name not in _TENSORS}
+        extra = {"step": checkpoint["global_step"], "trains": trains, "lightning": state}
         place = _place_of(broadcast_object(str(filepath), group))
         save_checkpoint(
             place.parent,
@@ -101,15 +101,16 @@ class SavesParts(ParallelStrategy):
                 fix="load its weights into the unsplit model, and save that with save_pretrained",
             )
         extra = load_checkpoint(place.parent, place.name)
-        if not isinstance(extra, dict) or "pytorch-lightning_version" not in extra:
+        state = extra.get("lightning") if isinstance(extra, dict) else None
+        if not isinstance(state, dict):
             raise LoadError(f"{place} was not saved by a Trainer", fix="load it with shardwise.load_checkpoint")
-        optimizer = _only(self.optimizers) if self.optimizers and extra.pop("trains") else None
+        optimizer = _only(self.optimizers) if self.optimizers and extra["trains"] else None
         strict = self.lightning_module.strict_loading
         load_checkpoint(place.parent, place.name, model=self.lightning_module, optimizer=optimizer, strict=strict)
         if optimizer is not None:  # rank 0's lists are of the groups of its stage
-            schedules = extra.get("lr_schedulers", [])
-            extra["lr_schedulers"] = [state_for_groups(each, optimizer.param_groups) for each in schedules]
-        return {**extra, "state_dict": {}}
+            schedules = state.get("lr_schedulers", [])
+            state["lr_schedulers"] = [state_for_groups(each, optimizer.param_groups) for each in schedules]
+        return {**state, "state_dict": {}}
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Deletes a checkpoint directory, on one rank. A crash on the way leaves no valid checkpoint."""

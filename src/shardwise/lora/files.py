@@ -97,7 +97,7 @@ def write_adapter_files(directory: Path, state: Mapping[str, Tensor], config: by
 
 
 def adapter_companions(model: nn.Module) -> dict[str, bytes]:
-    """Returns the files besides tensors, for a model with one adapter of the default name:
+    """Returns the files besides tensors for a model with one adapter of the default name:
     its config in PEFT's format.
     """
     configs = getattr(find_model(model), "peft_config", {})
@@ -204,8 +204,13 @@ def base_tensors(model: nn.Module, *, merged: bool) -> dict[str, str]:
 class Merger:
     """Adds the active adapters to full weights, like PEFT's `merge_and_unload`.
 
+    Unlike in PEFT, a tied weight is exported once for each module if only one has adapters, or both have their own.
+
     Args:
         model: split; all ranks call alike.
+
+    Attributes:
+        changed: names of the weights and biases that have adapters; of a tied weight, its names with adapters.
 
     Communicates: over pp, one gather of dtypes.
     """
@@ -216,7 +221,8 @@ class Merger:
         held = {entry.fqn: value for _, value, entry in find_parameters(model) if entry is not None}
         self._dtypes = dtypes_of(held, self._registry.mesh)
         self._wrappers: dict[str, list[tuple[str, Any]]] = {}
-        for module in model.modules():
+        name_of = {module: name for name, module in model.named_modules()}
+        for module in name_of:
             if not is_adapter(module):
                 continue
             wrapper: Any = module
@@ -231,7 +237,8 @@ class Merger:
                     fix="export them by themselves",
                 )
             for own in known.keys() & {weight, "bias"}:
-                self._wrappers.setdefault(known[own].fqn, []).append((own, wrapper))
+                self._wrappers.setdefault(fqn_of(name_of[unwrapped(wrapper)], own), []).append((own, wrapper))
+        self.changed = self._wrappers.keys()
 
     @torch.no_grad()
     def delta_of(self, fqn: str) -> WeightDelta:
@@ -239,7 +246,7 @@ class Merger:
 
         Communicates: over all axes, all-gathers of the adapters' parameters; the returned function: nothing.
         """
-        wrappers = self._wrappers.get(self._registry.tied.get(fqn, fqn), ())
+        wrappers = self._wrappers.get(fqn, ())
         added = [self._added(*each, adapter) for each in wrappers for adapter in each[1].active_adapters]
         return functools.partial(_with_added, added=[each for each in added if each is not None])
 

@@ -66,9 +66,7 @@ def takes_data(func: Any) -> bool:
 
 
 def only_asks(func: Any, asking: Collection[str]) -> bool:
-    """Returns whether `func` reads only metadata of a tensor: it is a method in `asking`, or the getter of an
-    attribute.
-    """
+    """Returns whether `func` reads only metadata of a tensor: it is a method in `asking`, or an attribute's getter."""
     attribute = attribute_of(func)
     return getattr(func, "__name__", "") in asking or (attribute is not None and attribute not in _READING)
 

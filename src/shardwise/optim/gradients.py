@@ -322,9 +322,7 @@ def track_gradients(model: nn.Module, registry: Registry) -> Gradients:
 
 
 def gradients_of(model: nn.Module) -> Gradients:
-    """Returns the state of a split model's gradients.
-    `model` may be a wrapper, whose parameters then belong to it too.
-    """
+    """Returns the state of a split model's gradients. A wrapper may be passed; then its parameters belong to it too."""
     root = registry_of(model).model()
     gradients: Gradients | None = root.__dict__.get(_ATTRIBUTE) if root is not None else None
     if gradients is None:

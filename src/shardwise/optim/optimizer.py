@@ -110,9 +110,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
 
 
 def _known_models(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[nn.Module] | None:
-    """Returns the cached result of `_look_at` for the same parameters;
-    None if they have changed, or a model is gone.
-    """
+    """Returns the cached result of `_look_at` for the same parameters; None if they changed, or a model is gone."""
     known = optimizer.__dict__.get(KNOWN)
     if known is None or known[0] != _marks(parameters):
         return None
@@ -274,9 +272,7 @@ def groups_of(parameters: Any) -> list[dict[str, Any]]:
 
 
 def model_under(optimizer: torch.optim.Optimizer) -> nn.Module | None:
-    """Returns the split model whose parameters an optimizer updates, also on a stage that trains nothing;
-    None: none.
-    """
+    """Returns the split model whose parameters an optimizer updates, also on a stage that trains nothing; else None."""
     parameters = (each for group in optimizer.param_groups for each in group["params"])
     entry = next((entry for each in parameters if (entry := entry_of(each)) is not None), None)
     built_for: Callable[[], nn.Module | None] = optimizer.__dict__.get(_MODEL, lambda: None)

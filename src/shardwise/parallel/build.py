@@ -239,9 +239,7 @@ def _config_place(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named_class(config: PreTrainedConfig) -> Any:
-    """Returns the first class in the config's `architectures` that transformers has for this config; None if there is
-    none.
-    """
+    """Returns the first class in the config's `architectures` that transformers has for this config; else None."""
     for name in config.architectures or ():
         model_class: Any = getattr(transformers, name, None)
         is_model = isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)

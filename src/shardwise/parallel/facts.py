@@ -45,8 +45,8 @@ _HEAD_DIM_NAMES = ("head_dim", "head_size", "attention_head_size", "qk_head_dim"
 
 
 def read_facts(model: nn.Module) -> ModelFacts:
-    """Returns the facts about `model`, which may be meta; adapted modules have the base's names (see [Note: the base's
-    plan]).
+    """Returns facts about `model`, which may be meta;
+    adapted modules have the base's names ([Note: the base's plan]).
     """
     canonical: dict[int, str] = {}
     tied: dict[str, str] = {}
@@ -84,7 +84,7 @@ def read_facts(model: nn.Module) -> ModelFacts:
 
 def is_of_transformers(model: nn.Module) -> bool:
     """Returns whether all code of `model` is transformers', torch's or PEFT's.
-    Other classes may change under one name.
+    Others' code may change under one name.
     """
     return isinstance(model, PreTrainedModel) and all(
         type(module).__module__.startswith(("transformers.", "torch.", "peft.")) for module in model.modules()

@@ -93,9 +93,7 @@ def initialize_missing(
 
 
 def attributes_of(model: nn.Module) -> dict[str, Tensor]:
-    """Returns meta tensors that modules hold as plain attributes (neither parameters nor buffers),
-    by FQN in the base.
-    """
+    """Returns meta tensors that modules hold as plain attributes (no parameters, no buffers), by FQN in the base."""
     return {fqn_of(place.base, own): value.detach() for place, own, value in _meta_attributes(model)}
 
 
@@ -124,8 +122,8 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def draw_values(construction: Construction, tensors: list[Tensor], stream: str) -> list[Tensor]:
-    """Returns the initial values of recorded tensors; random numbers come from the stream called `stream`
-    ("SEED/MODULE").
+    """Returns initial values of recorded tensors;
+    random numbers come from the stream called `stream` ("SEED/MODULE").
     """
     digest = hashlib.sha256(stream.encode()).digest()
     with torch.random.fork_rng(devices=[]):

@@ -278,9 +278,7 @@ def apply_local_attributes(modules: Mapping[str, nn.Module], attributes: Mapping
 
 
 def apply_expert_widths(modules: Mapping[str, nn.Module], parameters: Mapping[str, ParameterPlan]) -> None:
-    """Switches stacked experts to run one after another if grouped matrix products do not support the width of a rank's
-    part.
-    """
+    """Makes stacked experts run one after another if grouped products do not support the width of a rank's part."""
     for fqn, planned in parameters.items():
         owner, placement = parent_of(fqn), planned.placement
         module = modules[owner]

@@ -264,9 +264,7 @@ def sharded_alike(value: Tensor, held: Tensor) -> Tensor:
 
 @contextmanager
 def names_only(registry: Registry) -> Iterator[None]:
-    """Context manager: `state_dict()` of modules does not raise, because only its names are used,
-    also of other stages.
-    """
+    """Context manager: `state_dict()` of modules does not raise, as only its names are used, also of other stages."""
     foreign = dict(registry.stages.foreign) if registry.stages is not None else {}
     absent = {key: key[0].__dict__.pop(key[1]) for key in foreign}
     for (module, own), fqn in foreign.items():

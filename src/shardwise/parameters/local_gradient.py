@@ -110,9 +110,7 @@ def complete_stacked(shares: Tensor, registry: Registry, order: float) -> Tensor
 
 
 def check_all_stages_ask(registry: Registry, caller: str) -> None:
-    """Raises if a stage trains nothing: torch would not ask for a norm on that stage, and the other stages would wait
-    for it.
-    """
+    """Raises if a stage trains nothing: torch would not ask for a norm there, and the other stages would wait."""
     if idle := registry.idle_stages:
         raise UnsupportedError(
             f"{caller} on a pipeline of which a part is frozen as a whole",

@@ -234,9 +234,7 @@ class Registry:
         return any(entry.needs_sum for entry in self.entries.values())
 
     def device_of(self, fqn: str) -> torch.device:
-        """Returns the device on which a parameter or buffer is stored: the mesh's device, or the CPU if it is
-        offloaded.
-        """
+        """Returns the device that stores a parameter or buffer: the mesh's device, or the CPU if it is offloaded."""
         entry = self.entries.get(self.tied.get(fqn, fqn))
         offloaded = self.policy.cpu_offload and entry is not None and entry.data is DataHandling.FSDP
         return torch.device("cpu") if offloaded else self.mesh.device
@@ -293,9 +291,7 @@ def attach_entry(owner: nn.Module, name: str, entry: ParameterEntry) -> None:
 
 
 def entries_of(owner: nn.Module) -> Mapping[str, ParameterEntry]:
-    """Returns the entries of the parameters that a module owns, by their own names, including parameters of other
-    stages.
-    """
+    """Returns entries of the parameters that a module owns, by their own names, with parameters of other stages."""
     entries: Mapping[str, ParameterEntry] = owner.__dict__.get(_ENTRIES, {})
     return entries
 
@@ -388,8 +384,8 @@ def untied(name: str, first: str) -> LayoutError:
 
 
 def named_entries(model: nn.Module) -> dict[str, ParameterEntry]:
-    """Returns the entries by all names in `model`, including tied aliases and parameters of other stages, equal on
-    every rank.
+    """Returns entries by all names in `model`, with tied aliases and parameters of other stages,
+    equal on every rank.
     """
     return {
         fqn_of(name, own): entry
@@ -470,8 +466,8 @@ def note_source(model: nn.Module, registry: Registry, *, digest: str = "", drawn
 
 
 def unchanged_names(model: nn.Module, registry: Registry) -> set[str]:
-    """Returns the names of this rank's parameters that were not written to since they had the
-    values of their source.
+    """Returns the names of this rank's parameters that have not been written to since they
+    had their source's values.
     """
     source = registry.source
     has_source = bool(source.name or source.digest)

@@ -47,8 +47,8 @@ _FINDS_ALL_USES = hasattr(torch_backward, "_autograd_grad_for_inputs")  # torch 
 
 
 def detached_alias(x: Tensor) -> Tensor:
-    """Returns `x` as a separate tensor that shares its memory and is no view: it may be detached or written to in
-    place.
+    """Returns `x` as a separate tensor that shares its memory and is no view:
+    it may be detached or written in place.
     """
     return torch.ops.aten._unsafe_view(x, x.shape)
 
@@ -65,9 +65,7 @@ class _Tie(torch.autograd.Function):
 
 
 def tie(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Returns `outputs`, where those with gradients also depend on `inputs`.
-    The gradients of `inputs` do not change.
-    """
+    """Returns `outputs`, where those with gradients also depend on `inputs`, whose gradients do not change."""
     needed = [x for x in inputs if x.requires_grad]
     tied = [x for x in outputs if x.requires_grad]
     if not needed or not tied:
@@ -352,9 +350,7 @@ class PipelineStage(Base):
         kwargs: Any = None,
         save_forward_output: bool = True,  # noqa: FBT001, FBT002 - torch's
     ) -> Any:
-        """Runs the forward of one microbatch.
-        The last stage returns the scalar on which backward is called, or None.
-        """
+        """Runs the forward of one microbatch. The last stage returns the scalar for backward, or None."""
         start = time.perf_counter()
         part, back = self.round.parts[number], self.round.has_backward
         incoming, _ = self._crossing(number)

@@ -40,9 +40,7 @@ class TokenWork:
     attention: tuple[tuple[int, int | None], ...] = ()
 
     def flops(self, seq_length: int) -> int:
-        """Returns the operations of forward and backward per token of a row of `seq_length` tokens: [Note: model
-        FLOPs].
-        """
+        """Returns operations of forward and backward per token of a row of `seq_length` tokens: [Note: model FLOPs]."""
         seen = sum(features * min(seq_length, window or seq_length) for features, window in self.attention)
         return 6 * self.trained + 4 * self.frozen + 6 * seen
 
@@ -178,8 +176,8 @@ class SplitPlan:
         return frozenset().union(*(self.names_of_stage(stage) for stage in self.pipeline.stages_on(coord)))
 
     def names_of_stage(self, stage: int) -> frozenset[str]:
-        """Returns the names of the parameters that a pipeline stage holds. A tied parameter has all names that the
-        stage uses.
+        """Returns the names of the parameters that a pipeline stage holds; for a tied one, all names that the stage
+        uses.
         """
         return frozenset(name for name, stages in self._stages_of_names.items() if stage in stages)
 
@@ -198,9 +196,7 @@ class SplitPlan:
         return self.shape.tp_size
 
     def stack_of(self, module: str) -> str | None:
-        """Returns the stack of layers inside which `module` receives a part of the sequence; None if it receives all of
-        it.
-        """
+        """Returns the stack inside which `module` receives a part of the sequence; None if it receives all of it."""
         return self.tokens.stack_of(module) if self.tokens is not None else None
 
 

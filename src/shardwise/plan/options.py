@@ -292,8 +292,8 @@ class ParallelSpec:
 
     @classmethod
     def take(cls, options: Mapping[str, Any]) -> "tuple[ParallelSpec, dict[str, Any]]":
-        """Builds a spec from those `options` that name its fields; None means the default. Also returns the other
-        options.
+        """Builds a spec from those `options` that name its fields (None: the default);
+        also returns the other options.
         """
         own = {each.name for each in fields(cls)}
         others = {name: value for name, value in options.items() if name not in own}

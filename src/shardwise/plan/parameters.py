@@ -54,9 +54,7 @@ def local_heads(heads: Heads, num_parts: int) -> Heads:
 
 
 def feature_split(dim: int, size: int, *, heads: Heads | None, num_parts: int) -> Split:
-    """Returns the split of a feature dim of `size`:
-    by query heads, by key/value heads, or in plain runs without heads.
-    """
+    """Returns the split of a feature dim of `size`: by query heads, by key/value heads, or without heads."""
     if heads is None:
         if size < num_parts:
             raise PlanError(

@@ -131,7 +131,7 @@ class PipelinePlan:
         return found
 
     def coord_computing(self, name: str) -> int:
-        """Returns the coordinate on pp of the first stage that computes with a buffer, and so has its value after a
+        """Returns the pp coordinate of the first stage that computes with a buffer, and so has its value after a
         forward.
         """
         module = name.rpartition(".")[0]

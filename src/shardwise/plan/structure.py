@@ -181,9 +181,7 @@ class ModelFacts:
 
 
 def outermost_layers(stacks: Iterable[LayerStack]) -> tuple[str, ...]:
-    """Returns the FQNs of the layers that are inside of no other: the units of gathering, recomputation and
-    compilation.
-    """
+    """Returns the FQNs of layers that are inside of no other: the units of gathering, recomputation and compilation."""
     return tuple(layer for stack in stacks if not stack.within for layer in stack.items)
 
 

@@ -288,9 +288,7 @@ _READING = frozenset(
 
 
 def as_hook(method: Callable[..., Any], fqn: Any) -> Callable[..., Any]:
-    """Returns a function that calls `method` with `fqn` before all else; a copy of a module shares it, as it does
-    functions.
-    """
+    """Returns a function that calls `method` with `fqn` first; a copy of a module shares it, as it does functions."""
     return lambda *given: method(fqn, *given)
 
 
@@ -315,9 +313,7 @@ _ALLOWED = 1e-3  # of the largest entry of a gradient
 
 
 def find_layer_order(model: nn.Module) -> LayerOrder:
-    """Returns the layers of `model` in order of execution, the tensors between them,
-    and the users of each parameter.
-    """
+    """Returns the layers of `model` in order of execution, the tensors between them, and each parameter's users."""
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(f"{name} is no transformers model", why="no tiny model of it can be built")

@@ -103,9 +103,7 @@ def build_tried_model(model: PreTrainedModel, **shrinking: Any) -> PreTrainedMod
 
 
 def smallest_with_all_layer_kinds(build: Callable[[int], Model], model: nn.Module) -> Model:
-    """Returns the result of `build(num_layers)` with the fewest layers that cover every kind in `model`; with two if
-    none does.
-    """
+    """Returns `build(num_layers)` with the fewest layers that cover every kind in `model`; with two if none does."""
 
     def kinds(model: nn.Module) -> set[tuple[str, frozenset[str]]]:
         return {layer_kind(layer, names_in(model, layer)) for layer in outermost_layers(read_stacks(model))}

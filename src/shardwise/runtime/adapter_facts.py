@@ -174,9 +174,7 @@ def _adapted(place: Place, within: Mapping[int, str]) -> Adapted:
 
 
 def describe_adapter(fqn: str, wrapper: nn.Module, adapter: str) -> Adapted:
-    """Returns the facts about the one adapter called `adapter` in `wrapper`.
-    `read_adapters` gives the facts about all.
-    """
+    """Returns facts about the one adapter called `adapter` in `wrapper`. `read_adapters` gives the facts about all."""
     within = {id(module): fqn_of(fqn, name) for name, module in wrapper.named_modules()}
     adapted = _adapted(Place(fqn, wrapper, fqn, is_wrapper=True), within)
     depth = fqn.count(".") + 2

@@ -43,8 +43,8 @@ class Axis:
         return tuple(min(length, (coord + 1) * run) - min(length, coord * run) for coord in range(self.size))
 
     def equal_sizes(self, length: int) -> tuple[int, ...]:
-        """Returns each rank's number of elements if a sequence of `length` tokens divides evenly: lengths are not
-        exchanged.
+        """Returns each rank's number of elements if a sequence of `length` divides evenly:
+        lengths are not exchanged.
         """
         if length % self.size:
             raise BatchError(
@@ -57,9 +57,7 @@ class Axis:
 
 @dataclass
 class Steps:
-    """Log of the optimizer steps of one model.
-    Ranks of one stage compare it to find a rank that stepped differently.
-    """
+    """Log of the optimizer steps of one model. Ranks of one stage compare it to find one that stepped differently."""
 
     count: int = 0
     digest: int = 0

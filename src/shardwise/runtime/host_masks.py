@@ -25,9 +25,7 @@ from shardwise.runtime.arguments import Arguments, argument_names
 
 
 def cache_of(arguments: Mapping[str, Any]) -> Any:
-    """Returns the cache among a forward's arguments; None without one. transformers 5.24 renamed the argument to
-    `cache`.
-    """
+    """Returns the cache among a forward's arguments, else None. transformers 5.24 renamed the argument to `cache`."""
     return next((arguments[name] for name in ("cache", "past_key_values") if arguments.get(name) is not None), None)
 
 

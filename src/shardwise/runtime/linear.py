@@ -35,7 +35,7 @@ class BiasRead:
 
     @contextmanager
     def times(self, factor: int | None) -> Iterator[None]:
-        """Context manager: the linear reads `factor` times its bias; zeros if `factor` is None. The bias stays."""
+        """Context manager: the linear reads `factor` times its bias; zeros if `factor` is None."""
         before, self.factor = self.factor, factor
         try:
             yield

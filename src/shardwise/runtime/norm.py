@@ -47,7 +47,7 @@ def compute_norm(
 
 
 def moments_of(values: Tensor, *, centered: bool) -> tuple[Tensor | None, Tensor]:
-    """Returns the mean (None unless `centered`) and mean squared deviation, both `[..., 1]`, of `values` `[...,
+    """Returns mean (None unless `centered`) and mean squared deviation, both `[..., 1]`, of `values` `[...,
     features]`.
     """
     if not centered:

@@ -53,9 +53,7 @@ def install_outputs(
 
 
 def map_fields(output: Any, change: Callable[[str, Any], Any]) -> Any:
-    """Returns a model's output with `change(name, value)` applied to each field. The fields of a tuple have the name
-    "".
-    """
+    """Returns a model's output with `change(name, value)` applied to each field. Fields of a tuple have the name ""."""
     if isinstance(output, dict):
         for name, value in list(output.items()):
             changed = change(name, value)

@@ -280,9 +280,7 @@ class SequenceEdge(TensorEdge):
 
 
 def edge_of(context: SplitContext, stack: str | None) -> TensorEdge:
-    """Returns the edge of the regions in the stack of layers `stack`, split along the sequence; None: full hidden
-    states.
-    """
+    """Returns the edge of the regions in the stack `stack`, split along the sequence; None: full hidden states."""
     return TensorEdge(context) if stack is None else SequenceEdge(context, stack)
 
 

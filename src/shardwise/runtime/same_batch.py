@@ -111,9 +111,7 @@ def call_fingerprint(context: SplitContext, also: Mapping[str, Any]) -> dict[str
 
 
 def describe_steps(context: SplitContext) -> dict[str, str]:
-    """Returns the log of optimizer steps, as text by name. Empty with pipeline stages, whose ranks have unlike
-    parameters.
-    """
+    """Returns the log of optimizer steps, as text by name. Empty in a pipeline, whose ranks have unlike parameters."""
     return {_STEPS: str(context.steps)} if context.same_rows is None else {}
 
 

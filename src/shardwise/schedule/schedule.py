@@ -126,8 +126,8 @@ class Schedule:
         return self.most_held(dict.fromkeys(self.rank_of, 1))
 
     def most_held(self, sizes: Mapping[int, int]) -> tuple[int, ...]:
-        """Returns the maximum memory that every rank holds at once, given the size of an activation of each stage
-        (default 0).
+        """Returns the maximum memory that every rank holds at once,
+        by the size of each stage's activation (default 0).
         """
         return tuple(
             max(accumulate(_HELD[action.kind] * sizes.get(action.stage, 0) for action in actions))
@@ -250,9 +250,7 @@ def dualpipev(at: Rank) -> Iterator[Step]:
 
 
 def num_rounds(pp_size: int, num_microbatches: int) -> int:
-    """Returns the number of rounds of interleaved schedules:
-    rounds of `pp_size` microbatches or more, or a single one.
-    """
+    """Returns the number of rounds of interleaved schedules: rounds of `pp_size` microbatches or more, or one."""
     return max(1, num_microbatches // pp_size)
 
 

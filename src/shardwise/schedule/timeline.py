@@ -50,9 +50,7 @@ class Timeline:
 
 
 def chrome_trace(timelines: Mapping[str, Timeline]) -> str:
-    """Returns the JSON of timelines by name, for chrome://tracing or Perfetto: one track per rank, times in
-    microseconds.
-    """
+    """Returns JSON of timelines by name, for chrome://tracing or Perfetto: one track per rank, in microseconds."""
     events: list[dict[str, Any]] = []
     for process, (name, shown) in enumerate(timelines.items()):
         events.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}})

@@ -73,9 +73,7 @@ def _list_around(module: str, facts: ModelFacts) -> str:
 
 
 def fuse_reductions(candidate: Candidate, layers: Sequence[Layer]) -> Plan:
-    """Adds rules that replace two reductions of one layer by one if the layer only adds their results (see
-    `sequence_plans`).
-    """
+    """Adds rules that replace two reductions of one layer by one if the layer only adds their results."""
     plan, split = candidate.plan, candidate.split
     rules: list[Rule] = []
     for layer in layers:
@@ -335,9 +333,7 @@ def _gathers(split: SplitPlan) -> bool:
 
 
 def vocabulary_plan(facts: ModelFacts) -> Plan:
-    """Returns the plan that splits input and output embeddings by vocabulary. Declared plans often omit these large
-    weights.
-    """
+    """Returns the plan that splits input and output embeddings by vocabulary, which declared plans often omit."""
     reason = "embeddings split by vocabulary, of any size"
     rules = []
     if facts.embedding and facts.modules[facts.embedding].kind == "embedding":
@@ -361,8 +357,8 @@ def with_reasons(candidate: Candidate, reasons: Mapping[str, str]) -> Plan:
 
 
 def check_share(name: str, candidate: Candidate, reasons: Mapping[str, str], reached: Collection[str]) -> None:
-    """Raises `PlanError` if the best plan splits almost nothing of the layers. `reached`: the parameters that have a
-    gradient.
+    """Raises `PlanError` if the best plan splits almost nothing of the layers.
+    `reached`: parameters with a gradient.
     """
     parameters, layer_of = candidate.split.parameters, candidate.facts.layer_of
     used = [planned for fqn, planned in parameters.items() if layer_of(fqn) is not None and fqn in reached]

@@ -80,9 +80,7 @@ class RequiredIndices:
 
     @classmethod
     def along(cls, dim: int, masks: Sequence[Tensor]) -> "RequiredIndices":
-        """Returns the required indices along `dim`, from the masks of the elements on which each rank's features
-        depend.
-        """
+        """Returns the required indices along `dim`, from masks of the elements on which each rank's features depend."""
         others = [other for other in range(masks[0].ndim) if other != dim]
         needed = (mask.sum(others) if others else mask for mask in masks)
         ranks = tuple(frozenset(torch.nonzero(each).flatten().tolist()) for each in needed)
@@ -256,9 +254,7 @@ def _open_ended(layer: Layer, products: Sequence[RowProduct]) -> list[str]:
 
 
 def _required_indices(use: Use, own: Mapping[str, Tensor], num_parts: int) -> dict[str, RequiredIndices]:
-    """Returns for every parameter of the layer the ranks' needs along the dim where they differ most,
-    if they differ.
-    """
+    """Returns by parameter of the layer the ranks' needs along the dim where they differ most, if they differ."""
     if not use.x.requires_grad or use.x.shape[-1] < num_parts:
         return {}
     names = [name for name, value in own.items() if value.requires_grad]

@@ -41,9 +41,7 @@ _NEVER = frozenset({"layer_idx", "layer_index", "head_dim", "num_key_value_group
 
 
 def find_style(graph: BlockGraph, name: str, required: RequiredIndices) -> str:
-    """Returns the style whose placement of the parameter `name` holds what every rank needs and least besides; or
-    intervals.
-    """
+    """Returns the style whose placement of the parameter `name` holds what every rank needs with least besides."""
     fitting = [
         (sum(split.local_sizes), style)
         for style, split in _named(graph, name, required.dim)
@@ -92,9 +90,7 @@ def _intervals(required: RequiredIndices) -> tuple[tuple[Interval, ...], ...]:
 
 
 def guess_attributes(graph: BlockGraph, *, limit: int) -> list[dict[str, str]]:
-    """Returns the attributes with their styles, best guess first: solutions for the tiny model's sizes, then guesses by
-    name.
-    """
+    """Returns attributes with their styles, best guess first: solutions for the tiny model's sizes, guesses by name."""
     known = graph.facts.attributes()
     solved = solve(list(graph.equations()), limit=limit)
     guesses = [

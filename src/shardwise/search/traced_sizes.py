@@ -143,9 +143,7 @@ def flat(value: Any) -> Iterator[Any]:
 
 
 def solve(equations: Sequence[Equation], *, limit: int) -> list[dict[str, Fraction]]:
-    """Returns the parts of attributes that solve the equations best, best first. Attributes that stay full are left
-    out.
-    """
+    """Returns the parts of attributes that solve the equations, best first. Attributes that stay full are left out."""
     distinct = {(_fingerprint(each), int(each.size), each.part): each for each in equations}
     split = [each for each in distinct.values() if each.part not in (None, 1)]
     names = frozenset().union(*(each.size.names for each in split))

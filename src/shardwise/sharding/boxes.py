@@ -52,9 +52,7 @@ def subtract(box: Box, hole: Box) -> tuple[Box, ...]:
 
 
 def find_overlap(boxes: Sequence[Box]) -> Box | None:
-    """Returns one of `boxes` (none empty) that shares elements with another; None if there is none. Linear time for a
-    grid.
-    """
+    """Returns one of `boxes` (none empty) that shares elements with another, else None. Linear time for a grid."""
     if len(boxes) < 2:
         return None
     for dim in range(len(boxes[0])):

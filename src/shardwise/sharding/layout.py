@@ -20,9 +20,7 @@ from shardwise.topology.shape import MeshShape
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of the canonical tensor (`full`), and where it lies in the local tensor (`local`). Both boxes have one
-    shape.
-    """
+    """A box of the canonical tensor (`full`), and where it lies in the local tensor (`local`), of equal shape."""
 
     full: Box
     local: Box
@@ -144,8 +142,8 @@ class Layout:
         return _pieces(self._dims(coords, owned=False)) if self.is_held(coords) else ()
 
     def owned(self, coords: Mapping[str, int]) -> tuple[Piece, ...]:
-        """Returns the pieces that belong to the rank at `coords`. Over all coords they contain every canonical element
-        once.
+        """Returns the pieces that the rank at `coords` owns.
+        Over all coords they contain every canonical element once.
         """
         for step in self.steps:
             coord, placement = step.coord(coords), step.placement

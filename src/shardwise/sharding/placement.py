@@ -34,9 +34,7 @@ class OnCoords:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Equal runs along `dim`, like `torch.chunk` and DTensor's `Shard`: ceil(size / parts) each, the last shorter or
-    empty.
-    """
+    """Equal runs along `dim`, like `torch.chunk` and DTensor's `Shard`: ceil(size / parts), the last may be shorter."""
 
     dim: int
 
@@ -93,9 +91,7 @@ class Split:
         return tuple(sum(stop - start for start, stop in intervals) for intervals in self.pieces)
 
     def owned(self, coord: int) -> tuple[Interval, ...]:
-        """Returns the intervals that `coord` is the first to hold, in local order. Over all coords they partition the
-        dim.
-        """
+        """Returns the intervals that `coord` is the first to hold, in local order. All coords' together are the dim."""
         left = [(interval,) for interval in self.pieces[coord]]
         for hole in itertools.chain(*self.pieces[:coord]):
             left = [(rest,) for box in left for (rest,) in subtract(box, (hole,))]
@@ -155,8 +151,8 @@ def split_blocks(dim: int, num_blocks: int, *, block_size: int, parts: int) -> S
 
 
 def split_heads(dim: int, num_heads: int, *, head_dim: int, parts: int) -> Split:
-    """Returns the split by whole attention heads, like `split_blocks`. With more coords than heads, adjacent coords
-    share one.
+    """Returns the split by whole attention heads, like `split_blocks`. Adjacent coords share a head if there are too
+    few.
     """
     if parts <= num_heads:
         return split_blocks(dim, num_heads, block_size=head_dim, parts=parts)

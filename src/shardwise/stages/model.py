@@ -54,9 +54,7 @@ class LayerContainer:
     _stages: "Stages"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's own forward. Raises UnsupportedError if no stage runs:
-        other ranks hold some of its layers.
-        """
+        """Runs the module's own forward. Raises UnsupportedError if no stage runs: others hold some of its layers."""
         run = self._stages.current
         if run is None:
             raise UnsupportedError(
@@ -81,9 +79,7 @@ class MayHaveNoParameters:
         return _first_parameter(self).dtype  # type: ignore[arg-type]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:  # noqa: FBT001, FBT002 - as torch has it
-        """Yields this rank's parameters; without any, while the module's code runs, the first absent one, for its
-        dtype.
-        """
+        """Yields this rank's parameters; without any, while the module's code runs, the first absent one."""
         here = list(super().parameters(recurse))  # type: ignore[misc]
         running = getattr(self, "_stages", None) if not here else None
         return iter(here or ([_first_parameter(self)] if running and running.current else []))  # type: ignore[arg-type]

@@ -121,9 +121,7 @@ class EmbeddingLora(Embedding):
         return module.num_embeddings, module.embedding_dim
 
     def update_layer(self, adapter_name: str, *args: Any, **options: Any) -> None:
-        """Adds an adapter. If the base returns this rank's part of the sequence, marks the adapter's gradients as
-        partial sums.
-        """
+        """Adds an adapter. Marks its gradients as partial sums if the base returns this rank's part of the sequence."""
         super().update_layer(adapter_name, *args, **options)
         if self.get_base_layer().sequence_dim is not None:
             for parameters in (self.lora_embedding_A, self.lora_embedding_B):

@@ -1,6 +1,7 @@
 """`save_checkpoint` and `load_checkpoint`, on top of ours: from any degrees to any."""
 
 import os
+import pathlib
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 from shardwise.api import checkpoints
 from shardwise.checkpoint.background import finish_all_saves as finalize_checkpoint
-from shardwise.checkpoint.store import find_tag, find_tags, prune, root_of
+from shardwise.checkpoint.store import find_tag, find_tags, root_of
 from shardwise.compat.layers.by_hand import adopt_model
 from shardwise.compat.neuronx_distributed.parallel_layers.checkpointing import load, save
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
@@ -67,20 +68,22 @@ def save_checkpoint(
     model = vars(model).get("model", model) if model is not None else None  # of a NeuronLTModule
     split = _model_of(model, _own(optimizer))
     lora = getattr(split, "lora_config", None)
-    pending = checkpoints.save_checkpoint(
-        path,
+    extra = user_content if lora is None else lora.packed(user_content)
+    states = optimizer if isinstance(optimizer, dict) else None  # written before the save returns
+
+    def write_states(directory: pathlib.Path) -> None:
+        save(states or {}, directory / _DICTIONARY, False, master_dp_only=not zero1_optimizer)
+
+    pending = checkpoints.save_with(
+        lambda: checkpoints.save_request(
+            path, str(tag) or None, extra, num_kept, async_save=async_save and states is None
+        ),
         model=split,
         optimizer=_own(optimizer),
         scheduler=scheduler,
-        extra=user_content if lora is None else lora.packed(user_content),
-        tag=str(tag) or None,
-        async_save=async_save,
-        keep_last=None if isinstance(optimizer, dict) else num_kept,
+        extra=extra,
+        add_files=None if states is None else write_states,
     )
-    if isinstance(optimizer, dict):
-        save(optimizer, root_of(path) / pending.wait() / _DICTIONARY, False, master_dp_only=not zero1_optimizer)
-        if num_kept is not None and current_mesh().rank == 0:  # not before this one is complete
-            prune(root_of(path), keep_last=num_kept)
     if lora is not None:
         lora.export(split, path, pending.wait())
 
