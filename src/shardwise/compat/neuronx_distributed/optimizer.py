@@ -128,7 +128,11 @@ def build_sharded(
 ) -> torch.optim.Optimizer:
     """Returns an optimizer of that class with states sharded over data ranks."""
     check_class(optimizer_class)
-    groups, group = divided_groups(parameters), mesh.group(*DATA_AXES)
-    if group is None or any(isinstance(each, DTensor) for own in groups for each in own["params"]):
+    groups, group = divided_groups(parameters) or [{"params": []}], mesh.group(*DATA_AXES)  # a stage may train nothing
+    if (
+        group is None
+        or not groups[0]["params"]
+        or any(isinstance(each, DTensor) for own in groups for each in own["params"])
+    ):
         return optimizer_class(groups, **options)
     return ZeroRedundancyOptimizer(groups, optimizer_class, process_group=group, **options)
