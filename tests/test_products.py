@@ -7,14 +7,16 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, Wav2Vec2Config, Wav2Vec2ForCTC
 
 import shardwise
 from shardwise.api.building import load_by_spec
 from shardwise.checkpoint.load import open_on_all_ranks
 from shardwise.checkpoint.manifest import encode_tree
 from shardwise.errors import UnsupportedError
+from shardwise.parameters.registry import registry_of
 from shardwise.plan.options import ParallelSpec
+from shardwise.tiny.models import set_dropout
 from tests.families import rows_of, tiny_batch, tiny_model
 from tests.lightning.modules import Automatic, loader, trainer
 
@@ -143,6 +145,15 @@ def unfreezing(model, batch):
         model.requires_grad_(True)  # what was frozen is stored in bfloat16
 
 
+def weighing(model, batch):
+    (model(**batch).loss * (1 + registry_of(model).mesh.data_rank)).backward()  # right under fsdp alone
+
+
+def clipping_some(model, batch):
+    model(**batch).loss.backward()
+    shardwise.clip_grad_norm_([each for name, each in model.named_parameters() if "proj" in name], 1.0)
+
+
 def refused(mesh, attempt):
     narrow = shardwise.Precision(compute="bfloat16") if attempt is unfreezing else None
     model = split(
@@ -158,6 +169,8 @@ def refused(mesh, attempt):
     [
         ("pp2", under_autocast, "under float16 autocast"),
         ("tp2", stepping_in_backward, "inside of backward"),
+        ("pp2.ddp2", weighing, "multiply by other numbers: 1 to 2"),
+        ("pp2", clipping_some, "clipping some gradients of a model in stages"),
         ("fsdp2", unfreezing, "was frozen when the model was split"),
     ],
 )
@@ -234,3 +247,20 @@ def one_side(mesh, path, target):
 @pytest.mark.parametrize("layout", ["pp2.tp2"])
 def test_a_merged_adapter_of_one_module_of_a_tie_does_not_change_the_other(on_ranks, layout, target, tmp_path):
     assert max(on_ranks(one_side, path=tmp_path, target=target)) < 1e-5
+
+
+def sums(mesh):
+    own = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48, "num_hidden_layers": 2}
+    own |= {"conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 8), "mask_time_prob": 0.0}
+    own |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "layerdrop": 0.0, "vocab_size": 20}
+    model = Wav2Vec2ForCTC(Wav2Vec2Config(**own)).eval()
+    batch = {"input_values": torch.randn(4, 800), "labels": torch.randint(1, 20, (4, 5))}
+    loss = float(model(**batch).loss.detach())
+    set_dropout(model, 0.0)
+    return loss, float(shardwise.parallelize(model.train(), mesh)(**batch).loss.detach())
+
+
+@pytest.mark.parametrize("layout", ["pp2"])
+def test_a_loss_that_is_a_sum_over_rows_is_that_of_the_whole_batch(on_ranks, layout):
+    for loss, split_loss in on_ranks(sums):
+        assert split_loss == pytest.approx(loss, rel=1e-5)

@@ -13,7 +13,9 @@ import yaml
 
 from shardwise.api.describing import Rehearsal
 from shardwise.cli.data import read_tokenizer
+from shardwise.cli.inputs import check_place
 from shardwise.cli.main import main
+from shardwise.errors import LoadError
 from tests.cli.test_train import MODEL, make_tokenizer
 
 pytestmark = pytest.mark.single
@@ -214,3 +216,18 @@ def test_the_plan_is_printed_for_a_run_a_config_and_a_directory(run, tmp_path, c
     assert "cannot read the model config" in capsys.readouterr().err
     assert main(["plan", "./nowhere", "--layout", "tp2"]) == 1
     assert "nothing can be loaded from './nowhere'" in capsys.readouterr().err
+
+
+def test_a_place_is_checked_and_not_created(tmp_path):
+    check_place(str(tmp_path / "runs" / "latest"))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("place", "num_bytes", "why"), [("file/log", 0, "is a file"), ("s3://bucket", 0, "a URL"), ("a", 2**80, "free")]
+)
+def test_a_place_that_cannot_be_written_is_refused(tmp_path, monkeypatch, place, num_bytes, why):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(LoadError, match=f"cannot write to {place!r}\n  why: .*{why}"):
+        check_place(place, num_bytes=num_bytes)

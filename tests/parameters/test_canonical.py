@@ -16,6 +16,7 @@ from shardwise.job.groups import wide_axes
 from shardwise.mesh import Mesh
 from shardwise.parameters.canonical import Part, _batches, _full_tensors, canonical_tensor, local_tensor
 from shardwise.parameters.registry import ParameterEntry, Registry
+from shardwise.parameters.replicas import tensor_digest
 from shardwise.sharding.layout import Layout
 from shardwise.topology.shape import AXES, MeshShape
 from tests.sharding.strategies import layouts
@@ -86,3 +87,20 @@ def test_small_tensors_that_follow_each_other_are_gathered_together():
     sizes = {"a": 3, "b": 2**20 - 3, "c": 1, "large": 2**30, "d": 5, "e": 6}
     assert list(_batches(sizes)) == [["a", "b"], ["c"], ["large"], ["d", "e"]]
     assert list(_batches({})) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5), (128, 2048), (61, 4096)])
+def test_a_digest_changes_with_every_element_and_its_place_and_not_with_strides(dtype, shape):
+    value = torch.randint(-9, 9, shape).to(dtype)
+    digest = int(tensor_digest(value))
+    assert digest == int(tensor_digest(value.clone()))
+    assert digest == int(tensor_digest(torch.stack([value, value], -1)[..., 0])), "not contiguous"
+    assert digest == int(tensor_digest(torch.cat([value.new_zeros(1), value.view(-1)])[1:].view(shape))), "an offset"
+    for place in (0, value.numel() // 2, value.numel() - 1) if value.numel() else ():
+        other = value.clone()
+        other.view(-1)[place] += 1
+        assert int(tensor_digest(other)) != digest
+    if value.ndim == 2:
+        for other in (value.flip(0), value.flip(1), value.roll(1, 0), value[[1, 0, *range(2, len(value))]]):
+            assert int(tensor_digest(other)) != digest

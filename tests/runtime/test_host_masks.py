@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardwise.runtime.host_masks import host_mask_of, read_host_mask, take_host_masks
+from shardwise.runtime.host_masks import cache_of, host_mask_of, leave_out_cache, read_host_mask, take_host_masks
 from tests.families import tiny_model
 
 pytestmark = pytest.mark.single
@@ -55,3 +55,28 @@ def test_models_with_masks_or_attentions_of_their_own_are_left_alone():
     model.set_attn_implementation("eager")
     assert not take_host_masks(model) and not take_host_masks(torch.nn.Linear(2, 2))
     assert model.config._attn_implementation == "eager"
+
+
+ONES = torch.ones(2, 3, dtype=torch.long)
+
+
+def test_a_cache_is_found_by_either_name():
+    cache = object()
+    assert cache_of({"past_key_values": cache}) is cache and cache_of({"cache": cache}) is cache
+    assert cache_of({"past_key_values": None}) is None and cache_of({}) is None
+
+
+def test_a_caller_who_asks_for_a_cache_gets_one():
+    arguments = {"input_ids": ONES, "use_cache": True}
+    leave_out_cache(tiny_model("llama", num_hidden_layers=1), arguments)
+    assert arguments["use_cache"] is True
+
+
+def test_positions_without_a_mask_are_given_one_that_hides_nothing():
+    model = tiny_model("llama", num_hidden_layers=1)
+    positions = {"input_ids": ONES, "position_ids": torch.tensor([[0, 1, 0], [0, 1, 2]])}
+    leave_out_cache(model, positions)
+    assert torch.equal(positions["attention_mask"], torch.ones_like(ONES)) and positions["use_cache"] is False
+    plain = {"input_ids": ONES}
+    leave_out_cache(model, plain)
+    assert plain == {"input_ids": ONES, "use_cache": False}

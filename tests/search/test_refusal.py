@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
 
 from bench.sweep.known import default_config, model_class
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.plan.spec import Plan
-from shardwise.probe.trial import Verdict
+from shardwise.probe.layer_order import find_layer_order
+from shardwise.probe.trial import Verdict, build_tried_model
 from shardwise.search import deriving
 from shardwise.search.deriving import no_plan_error
 from shardwise.tiny.models import build_tiny_model, shrink_config
-from tests.families import derive_plan
+from tests.families import derive_plan, tiny_model
 
 pytestmark = pytest.mark.single
 
@@ -68,3 +70,20 @@ def test_a_model_that_does_not_bear_being_watched_is_refused_for_that(monkeypatc
     tiny = build_tiny_model(config, model_class("GPT2LMHeadModel"), seed=0)
     with pytest.raises(PlanError, match="cannot be watched: RuntimeError: view size"):
         derive_plan(tiny, Plan(()), num_parts=2)
+
+
+@pytest.mark.single
+def test_a_small_model_is_tried_on_the_cpu(monkeypatch):
+    moved, model = [], tiny_model("llama")
+    to = nn.Module.to
+    monkeypatch.setattr(nn.Module, "to", lambda module, device: moved.append((module, device)) or to(module, device))
+    tiny = build_tried_model(model)
+    assert moved == [(tiny, "cpu")] and tiny is not model
+
+
+@pytest.mark.device
+def test_a_small_model_on_a_gpu_is_tried():
+    model = tiny_model("llama").cuda()
+    assert {value.device.type for value in build_tried_model(model).parameters()} == {"cpu"}
+    assert find_layer_order(model).calls == ("model.layers.0", "model.layers.1")
+    assert {value.device.type for value in model.parameters()} == {"cuda"}, "the model itself stays where it is"

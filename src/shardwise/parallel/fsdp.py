@@ -275,6 +275,12 @@ def check_data_parallelism(model: nn.Module, policy: FsdpPolicy, mesh: Mesh) -> 
         return
     if policy.symmetric_memory and mesh.device.type != "cuda":
         raise UnsupportedError(f"symmetric memory on {mesh.device}", why="it is NCCL's", fix="leave it out on CPUs")
+    if policy.gradient_divide_factor not in (None, 1.0) and mesh.size("fsdp") == 1:
+        raise UnsupportedError(
+            f"gradient_divide_factor={policy.gradient_divide_factor} over {mesh.shape}",
+            why="FSDP2 divides twice by it where no parameter is sharded",
+            fix="use fsdp ranks, or 1.0 for a sum, or leave it out for the mean",
+        )
     methods = {
         "set_separate_reduce_scatter_group": policy.separate_reduce_group,
         "set_symm_mem_for_comm": policy.symmetric_memory,

@@ -31,17 +31,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import Cache
 from transformers.modeling_outputs import BaseModelOutput
 
-from shardwise.comm.collectives import all_reduce_
-from shardwise.data.batch import (
-    TargetWeights,
-    count_targets,
-    divide_media,
-    find_uneven_targets,
-    split_rows,
-    target_names,
-)
+from shardwise.comm.collectives import all_reduce_, host_device
+from shardwise.data.batch import TargetWeights, check_divides, count_targets, divide_media, split_rows, target_names
 from shardwise.errors import BatchError, ShardwiseError, UnsupportedError
 from shardwise.loss.label_use import may_divide
+from shardwise.mesh import Mesh
 from shardwise.optim.gradients import gradients_of
 from shardwise.parameters.registry import Registry, local_part, registry_of
 from shardwise.pipeline.outputs import (
@@ -60,7 +54,7 @@ from shardwise.runtime.modes import is_checkpointed, refuse_compiled
 from shardwise.runtime.outputs import map_fields
 from shardwise.runtime.same_batch import agree_over_data, check_same_batch
 from shardwise.stages.model import Stages
-from shardwise.topology.shape import SAME_ROWS_AXES
+from shardwise.topology.shape import DATA_AXES, SAME_ROWS_AXES
 
 Kept = list[tuple[Tensor, Tensor]]
 
@@ -129,6 +123,7 @@ class _ReleaseGradients(torch.autograd.Function):
     def backward(ctx: Any, incoming: Tensor) -> tuple[Any, ...]:
         if ctx.kept is None:
             raise RuntimeError("the gradients of this forward have been added already: run another forward")
+        _check_equal_factor(incoming, registry_of(ctx.model).mesh)
         factor = incoming * ctx.factor
         for gradient in ctx.kept:
             own = local_part(gradient)
@@ -138,6 +133,24 @@ class _ReleaseGradients(torch.autograd.Function):
         gradients.note_change()
         Variable._execution_engine.queue_callback(gradients.complete)  # nothing is partial: it says whose they are
         return None, None, None, None, None, *released
+
+
+def _check_equal_factor(incoming: Tensor, mesh: Mesh) -> None:
+    """Raises on every rank if data ranks scale the loss differently: their gradients have been reduced already.
+
+    Communicates: over the data axes, one all-reduce of two numbers.
+    """
+    if (group := mesh.group(*DATA_AXES)) is None:
+        return
+    ends = torch.stack([incoming, -incoming]).detach().to(host_device(group, mesh.device))
+    all_reduce_(ends, group, largest=True)
+    largest, negative_smallest = ends.tolist()
+    if largest != -negative_smallest:
+        raise UnsupportedError(
+            f"a loss that data ranks of {mesh.shape} multiply by other numbers: {-negative_smallest:g} to {largest:g}",
+            why="in a pipeline the forward has run the backward, and gradients are reduced over data ranks already",
+            fix="use shardwise.TrainStep, which weights data ranks by their targets, or the same number on every rank",
+        )
 
 
 class _Refused(torch.autograd.Function):
@@ -294,11 +307,12 @@ class _Forward:
             return (rows,)
         fields = {name: repr(value) for name, value in also.items()}
         single_rows = split_rows(self.arguments, rows, rows) if fault is None and len(self.targets) > 1 else ()
-        is_uneven = any(find_uneven_targets(self.model, row) for row in single_rows)
+        is_uneven = False
         if fault is None:
             try:
+                check_divides(self.model, self.arguments, single_rows, 2)
                 divide_media(self.model, self.arguments, rows, rows)
-            except BatchError:  # all ranks take the batch whole then
+            except (BatchError, UnsupportedError):  # all ranks take the batch whole then
                 is_uneven = True
         numbers = agree_over_data(mesh, fields, fault=fault, numbers=[rows, is_uneven]).wait()
         return tuple(0 if has_uneven else rows for rows, has_uneven in numbers)
