@@ -18,6 +18,7 @@ from shardwise.checkpoint.manifest import MANIFEST
 from shardwise.comm.collectives import broadcast_object
 from shardwise.errors import LoadError, UnsupportedError, counted
 
+_OURS = "shardwise"  # what this strategy adds to the state
 _TENSORS = ("state_dict", "optimizer_states")
 
 
@@ -77,7 +78,8 @@ class SavesParts(ParallelStrategy):
             )
         trains, group = "optimizer_states" in checkpoint, self.mesh.group()
         state = {name: value for name, value in checkpoint.items() if name not in _TENSORS}
-        extra = {"step": checkpoint["global_step"], "trains": trains, "lightning": state}
+        ours = {"trains": trains, "replaced": {name: state[name] for name in ("step", _OURS) if name in state}}
+        extra = state | {"step": checkpoint["global_step"], _OURS: ours}
         place = _place_of(broadcast_object(str(filepath), group))
         save_checkpoint(
             place.parent,
@@ -100,11 +102,13 @@ class SavesParts(ParallelStrategy):
                 why="a checkpoint of ShardwiseStrategy is a directory; this one is of another strategy",
                 fix="load its weights into the unsplit model, and save that with save_pretrained",
             )
-        extra = load_checkpoint(place.parent, place.name)
-        state = extra.get("lightning") if isinstance(extra, dict) else None
-        if not isinstance(state, dict):
+        state = load_checkpoint(place.parent, place.name)
+        if not isinstance(state, dict) or "pytorch-lightning_version" not in state:
             raise LoadError(f"{place} was not saved by a Trainer", fix="load it with shardwise.load_checkpoint")
-        optimizer = _only(self.optimizers) if self.optimizers and extra["trains"] else None
+        ours = state.pop(_OURS)
+        del state["step"]
+        state |= ours["replaced"]
+        optimizer = _only(self.optimizers) if self.optimizers and ours["trains"] else None
         strict = self.lightning_module.strict_loading
         load_checkpoint(place.parent, place.name, model=self.lightning_module, optimizer=optimizer, strict=strict)
         if optimizer is not None:  # rank 0's lists are of the groups of its stage

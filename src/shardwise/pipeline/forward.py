@@ -4,10 +4,10 @@
 Without gradients the batch passes the stages in one piece, and every rank gets the output. With gradients and targets,
 a loop calls `loss = model(**batch).loss` and then `loss.backward()`. Stages cannot wait in between: the backward of the
 first microbatch runs before the last forward. So the forward runs the whole schedule and stashes the gradients.
-`backward` adds them to `.grad`, times the incoming gradient, so a loop may divide or scale its loss. In training mode
-the model uses as many microbatches as fill the pipeline, or as requested (`PipelineRunner.num_microbatches`), if the
-rows divide. In eval mode it uses one, and computes exactly what the unsplit model computes on the whole batch, even if
-that is no sum over rows (the balance of a mixture of experts).
+`backward` adds them to `.grad`, times the incoming gradient, so a loop may divide or scale its loss alike on all data
+ranks. In training mode the model uses as many microbatches as fill the pipeline, or as requested
+(`PipelineRunner.num_microbatches`), if the rows divide. In eval mode it uses one, and computes exactly what the unsplit
+model computes on the whole batch, even if that is no sum over rows (the balance of a mixture of experts).
 
 # [Note: gradients released by backward]
 Parameters enter the loss's graph as if the loss had been computed from them here. So autograd handles their gradients
