@@ -138,13 +138,14 @@ def test_a_rank_whose_data_ends_early_is_named():
     assert "data may have ended" in first
 
 
-def call_otherwise():
-    """Rank 1 clips once more than rank 0, which goes on to the next forward."""
-    processes.BEAT_SECONDS = 0.2
+def call_otherwise(first=0.0):
+    """Rank 1 clips once more than rank 0, which goes on to the next forward and gives up `first` seconds before it."""
+    rank = int(os.environ["RANK"])
+    processes.BEAT_SECONDS = 0.5 if first and rank == 0 else 0.2  # then rank 0 also takes longer to end
     kept = Kept()
     logging.getLogger("shardwise.job").addHandler(kept)
     try:
-        with shardwise.Mesh.open("tp2", timeout_seconds=SECONDS) as mesh:
+        with shardwise.Mesh.open("tp2", timeout_seconds=SECONDS - first * (rank == 0)) as mesh:
             model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1), mesh)
             batch = tiny_batch(model)
             model(**batch).loss.backward()
@@ -156,8 +157,9 @@ def call_otherwise():
     return "no error", kept.texts
 
 
-def test_ranks_in_different_collectives_are_told_apart():
-    for text, warned in spawn(call_otherwise, 2, timeout=LATE):
+@pytest.mark.parametrize("first", [0.0, 2.0])
+def test_ranks_in_different_collectives_are_told_apart(first):
+    for text, warned in spawn(call_otherwise, 2, first, timeout=LATE):
         assert "rank" in text and "no error" not in text
         assert all(f"rank {rank} is in " in "".join(warned) + text for rank in (0, 1)), (text, warned)
 

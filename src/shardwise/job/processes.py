@@ -93,7 +93,7 @@ def diagnose(beats: Sequence[Beat], now: float, *, rank: int, quiet_seconds: flo
         beats: the last beat of every rank; that of `rank` names the collective.
         now: on the clock of `heard_at`.
         quiet_seconds: a rank without a beat for this long is missing.
-        is_late: whether the collective has timed out, or may soon.
+        is_late: whether the collective has timed out, here or on a rank that then closed its connections, or may soon.
 
     Returns:
         The error; None where no rank is missing and the collective is not late.
@@ -123,7 +123,7 @@ def diagnose(beats: Sequence[Beat], now: float, *, rank: int, quiet_seconds: flo
     if not is_late:
         return None
     return RankError(
-        f"{what} took too long, though every rank is in a collective",
+        f"{what} did not end, though every rank is in a collective",
         at=at,
         why="\n".join(f"rank {peer} is in {beat}" for peer, beat in enumerate(beats[:8])),
         fix="if the collectives differ, make the same calls on every rank, in the same order; if a rank may be so\n"
@@ -204,7 +204,7 @@ class Heartbeat:
             # A rank that was killed just now has not missed a beat yet.
             if any(beat.ended for beat in beats) or time.monotonic() - start > quiet_seconds + BEAT_SECONDS:
                 beats[rank] = mine
-                is_late = "imed out" in str(error)
+                is_late = any(text in str(error) for text in ("imed out", "closed by peer"))
                 return diagnose(beats, time.monotonic(), rank=rank, quiet_seconds=quiet_seconds, is_late=is_late)
             time.sleep(BEAT_SECONDS)
         return RankError(
