@@ -113,7 +113,7 @@ def test_problems_of_every_kind_are_listed_at_once(run, tmp_path, capsys):
             "data.seq_length: Input should be greater than or equal to 2, not 1",
         ),  # and not the default, which is too long
         ("data={dataset: none, seq_length: 8}", "data.dataset: 'none' needs the package datasets"),
-        ("data={path: here, format: chat, seq_length: 8}", "records"),
+        ("data={path: here, format: chat, seq_length: 8}", "no file below here matches **/*.jsonl"),
     ],
 )
 def test_each_of_these_is_a_problem(run, capsys, monkeypatch, word, part):

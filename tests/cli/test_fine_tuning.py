@@ -167,6 +167,20 @@ def test_text_in_documents_apart_is_read_too(run, monkeypatch):
     assert starts.sum() > 8 and (batch["labels"][starts] == -100).all()
 
 
+def test_several_sources_are_read_by_weight_and_a_run_of_them_goes_on(run, capsys):
+    with Path("table.csv").open("w") as table:
+        table.write("question,answer\n" + "".join(f"{number}+1=,{number + 1}\n" for number in range(20)))
+    prompts = "{path: table.csv, format: prompt, prompt_key: question, response_key: answer, weight: 2}"
+    words = [f"data={{sources: [{prompts}, {{path: data/a.jsonl, format: chat, learn: last}}], seq_length: 48}}"]
+    words += ["log.dir=several", "checkpoint.dir=several/saved", "batch_size=4"]
+    assert run(*words, "steps=1") == 0
+    assert "table.csv, 1 file: 20 documents" in capsys.readouterr().out
+    assert run(*words, "steps=2") == 0, capsys.readouterr().err
+    assert run(*words, "steps=3", "data.sources=[{path: table.csv}]") == 1
+    assert run(*words, "data.path=data") == 1
+    assert "data.path: is a key of each source where there are data.sources" in capsys.readouterr().err
+
+
 class Records(list):
     """As much of a `datasets` split as is used."""
 
@@ -220,7 +234,7 @@ BAD = {
         ["data.prompt_key=question"],
         ["data.prompt_key: says something of data.format: prompt; the format is chat"],
     ),
-    "data: text in a prompt's directory": (None, ["data.include=['*.md']"], ["data/README.md is no .jsonl file"]),
+    "data: text in a prompt's directory": (None, ["data.include=['*.md']"], ["data/README.md is no table"]),
     "data: as text": (
         None,
         ["data.format=text", "data.include=['*.jsonl']"],

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.data.ahead import PackedBatches
 from shardwise.data.documents import Document, documents_path, read_documents, write_documents
-from shardwise.data.rows import DocumentRows, pack_documents, segment_inputs
+from shardwise.data.rows import DocumentRows, MixedRows, pack_documents, segment_inputs
 from shardwise.errors import BatchError, ConfigError, LoadError
 from shardwise.train.loop import evaluation_batches
 
@@ -123,7 +123,7 @@ def rows_of(path, **options):
 
 def test_a_packed_row_holds_documents_whose_positions_begin_again(path):
     rows = rows_of(path)
-    batch = rows.read(range(rows.num_rows), batch=range(rows.num_rows))
+    batch = rows.read(range(rows.num_rows), width=rows.width(range(rows.num_rows)))
     found = []
     for ids, labels, positions in zip(batch["input_ids"], batch["labels"], batch["position_ids"], strict=True):
         starts = [*(positions == 0).nonzero()[:, 0].tolist(), len(ids)]
@@ -143,10 +143,14 @@ def test_a_padded_row_holds_one_document_and_is_as_wide_as_the_widest_of_its_bat
     write_documents(path, [document(0, 5), document(1, 70), document(2, 100), document(3, 6)])
     rows = rows_of(path, apart="padded", seq_length=80)
     assert (rows.num_truncated, rows.num_dropped, rows.notes()) == (1, 0, "1 truncated")
-    batch = rows.read([0], batch=[0, 3])
+    batch = rows.read([0], width=rows.width([0, 3]))
     assert batch["input_ids"].shape == (1, 64) and batch["attention_mask"].tolist() == [[1] * 5 + [0] * 59]
-    assert rows.read([0], batch=[0, 1])["labels"].shape == rows.read([2], batch=[2])["labels"].shape == (1, 80)
-    assert rows.read([0], batch=[0])["labels"][0, :6].tolist() == [-100, 101, 102, 103, 104, -100]
+    assert (
+        rows.read([0], width=rows.width([0, 1]))["labels"].shape
+        == rows.read([2], width=rows.width([2]))["labels"].shape
+        == (1, 80)
+    )
+    assert rows.read([0], width=rows.width([0]))["labels"][0, :6].tolist() == [-100, 101, 102, 103, 104, -100]
 
 
 def test_what_is_too_long_is_cut_or_left_out_and_counted(tmp_path):
@@ -202,3 +206,18 @@ def test_evaluation_reads_every_row_once_and_fills_up_with_rows_that_count_nothi
         assert {len(batches) for batches in read} == {2}
         counted = sum(int((batch["labels"] != -100).sum()) for batches in read for batch in batches)
         assert counted == sum(LENGTHS) - len(LENGTHS)
+
+
+def test_rows_of_several_sources_are_mixed_by_weight(tmp_path):
+    parts = []
+    for name, lengths in {"few": (5, 6), "many": (9, 70, 8, 7)}.items():
+        write_documents(tmp_path / name, [document(number, length) for number, length in enumerate(lengths)])
+        parts.append(rows_of(tmp_path / name, apart="padded", seq_length=80))
+    rows = MixedRows(parts, [2.0, 0.5])
+    assert rows.num_rows == 2 * 2 + 2 and rows.num_tokens == sum(part.num_tokens for part in parts)
+    assert rows.width([0, 1, 2, 3]) == 64 and rows.width([0, 5]) == 80
+    read = rows.read(range(6), width=80)
+    own = [parts[number].read([row], width=80) for number, row in [(0, 0), (0, 1), (0, 0), (0, 1), (1, 0), (1, 1)]]
+    for name, value in read.items():
+        assert torch.equal(value, torch.cat([each[name] for each in own])), name
+    assert rows.identity() != MixedRows(parts, [1.0, 0.5]).identity()

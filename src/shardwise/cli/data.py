@@ -1,8 +1,9 @@
 """The tokenizer and the rows of a run: tokenized once per machine, cached, and opened by every rank."""
 
+import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from shardwise.cli.config_file import Problems
 from shardwise.cli.launch import local_rank
 from shardwise.comm.agree import agree_on, run_on_local_rank_0
 from shardwise.comm.collectives import Group
-from shardwise.data.config import DataConfig, held_out, patterns_of, rows_of
+from shardwise.data.config import DataConfig, SourceConfig, held_out, patterns_of, rows_of, sources_of
 from shardwise.data.corpus import DataSource, Encoder, dataset_source, digest, file_source, find_files
 from shardwise.data.documents import (
     Document,
+    Documents,
     Record,
     dataset_records,
     documents_path,
@@ -28,9 +30,9 @@ from shardwise.data.documents import (
     text_documents,
     write_documents,
 )
-from shardwise.data.examples import build_example_encoder, encode_examples
-from shardwise.data.rows import DocumentMasking, DocumentRows, Rows, StreamRows
-from shardwise.errors import ConfigError, LoadError, one_line
+from shardwise.data.examples import build_example_encoder, encode_examples, start_tokens
+from shardwise.data.rows import DocumentMasking, DocumentRows, MixedRows, Rows, StreamRows
+from shardwise.errors import ConfigError, LoadError, counted, did_you_mean, one_line
 from shardwise.train.run_config import Problem, TrainConfig
 from shardwise.weights.locate import locate_source
 
@@ -60,37 +62,46 @@ def prepare_rows(
     paths: list[Path] = []
 
     def tokenize() -> None:
-        documents = _open_documents(data, tokenizer)
-        paths.append(path := documents_path(directory, *documents.fingerprints))
-        try:
-            if path.exists():
-                read_documents(path, verify=True)
-                return
-        except LoadError as error:
-            logger.warning("%s (%s); it is written again", error.summary, error.why)
-        if not console.is_terminal:
-            console.print("tokenizing ...")
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("tokenizing", total=documents.size)
-            write_documents(path, documents.read(lambda done: bar.update(task, completed=done)))
+        for source in sources_of(data):
+            documents = _open_documents(source, tokenizer)
+            paths.append(path := documents_path(directory, *documents.fingerprints))
+            try:
+                if path.exists():
+                    read_documents(path, verify=True)
+                    continue
+            except LoadError as error:
+                logger.warning("%s (%s); it is written again", error.summary, error.why)
+            if not console.is_terminal:
+                console.print("tokenizing ...")
+            with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+                task = bar.add_task(f"tokenizing {source.path or source.dataset}", total=documents.size or None)
+                num_targets = write_documents(path, documents.read(functools.partial(_move, bar, task)))
+            written = read_documents(path)
+            parts = f"{len(written.ends):,} documents, {len(written.tokens):,} tokens, {num_targets:,} of them learned"
+            console.print(f"tokens  {documents.name}: {parts}")
 
     def read() -> tuple[Rows, dict[str, str]]:
         # The other ranks open the source afterwards: by then a data set of the hub has been downloaded once.
-        path = paths[0] if paths else documents_path(directory, *_open_documents(data, tokenizer).fingerprints)
-        documents = read_documents(path)
-        rows: Rows
-        if rows_of(data) == "stream":
-            rows = StreamRows(documents, seq_length=data.seq_length)
-        else:
-            rows = DocumentRows(
-                documents,
-                seq_length=data.seq_length,
-                too_long=data.too_long,
-                apart=apart,
-                padding=int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id),
-                dtype=dtype,
-            )
+        sources = sources_of(data)
+        found = paths or [
+            documents_path(directory, *_open_documents(source, tokenizer).fingerprints) for source in sources
+        ]
+        parts = [make(read_documents(path)) for path in found]
+        weights = [source.weight for source in data.sources]
+        rows = MixedRows(parts, weights) if data.sources else parts[0]
         return rows, {f"the {key} of the rows": str(value) for key, value in rows.identity().items()}
+
+    def make(documents: Documents) -> StreamRows | DocumentRows:
+        if rows_of(data) == "stream":
+            return StreamRows(documents, seq_length=data.seq_length)
+        return DocumentRows(
+            documents,
+            seq_length=data.seq_length,
+            too_long=data.too_long,
+            apart=apart,
+            padding=int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id),
+            dtype=dtype,
+        )
 
     run_on_local_rank_0(tokenize, local_rank=local_rank())
     return agree_on(
@@ -102,16 +113,20 @@ def prepare_rows(
     )
 
 
+def _move(bar: Progress, task: Any, done: int) -> None:
+    bar.update(task, completed=done)
+
+
 def check_records(config: TrainConfig, tokenizer: Any) -> list[Problem]:
     """Returns the problems of the first records, and of the keys and the template with which they are read."""
     problems = Problems()
     sources = [("data", config.data)]
     if config.evaluation.path is not None:
         sources.append(("evaluation", held_out(config.data, config.evaluation)))
-    for key, data in sources:
-        if data.format != "text" and data.path is not None:  # a dataset might have to be downloaded
+    for key, source in [(key, source) for key, data in sources for source in sources_of(data)]:
+        if source.format != "text" and source.path is not None:  # a dataset might have to be downloaded
             with problems.of(f"{key}.path"):
-                documents = _open_documents(data, tokenizer, limit=_CHECKED_RECORDS)
+                documents = _open_documents(source, tokenizer, limit=_CHECKED_RECORDS)
                 if not list(documents.read(lambda done: None)):
                     raise LoadError("the data holds no records", at=key, why="every file is empty")
     return problems
@@ -122,50 +137,54 @@ class _Documents:
     """Tokenized documents of a source.
 
     Attributes:
+        name: what is read, in words.
         fingerprints: digests of the source, and of everything else that determines the tokens.
         size: size of the source, in its own unit.
         read: yields the documents, and calls its argument with the amount read so far.
     """
 
+    name: str
     fingerprints: tuple[str, str]
     size: int
     read: Callable[[Callable[[int], None]], Iterator[Document]]
 
 
-def _open_documents(data: DataConfig, tokenizer: Any, *, limit: int | None = None) -> _Documents:
-    """Returns the documents of `data`; with `limit` only of the first records."""
+def _open_documents(source: SourceConfig, tokenizer: Any, *, limit: int | None = None) -> _Documents:
+    """Returns the documents of a source; with `limit` only of the first records."""
     encoder = build_encoder(tokenizer)
-    if data.format == "text":
-        text = open_source(data)
-        fingerprints = text.fingerprint, f"text {encoder.fingerprint} {encoder.separator}"
-        return _Documents(fingerprints, text.size, lambda on_progress: text_documents(text, encoder, on_progress))
-    names = ("prompt", "response") if data.format == "prompt" else ("messages", "tools")
-    keys = {name: str(getattr(data, f"{name}_key")) for name in names}
-    examples = build_example_encoder(tokenizer, kind=data.format, keys=keys, as_chat=data.as_chat)
-    records = open_records(data)
+    files = find_files(Path(source.path), patterns_of(source)) if source.path is not None else ()
+    name = f"{source.path}, {counted(len(files), 'file')}" if files else str(source.dataset)
+    if source.format == "text":
+        text = open_source(source, files)
+        fingerprints = text.fingerprint, f"text {encoder.fingerprint} {encoder.start} {encoder.separator}"
+        return _Documents(name, fingerprints, text.size, lambda on_progress: text_documents(text, encoder, on_progress))
+    names = ("prompt", "response") if source.format == "prompt" else ("messages", "tools")
+    keys = {name: str(getattr(source, f"{name}_key")) for name in names}
+    examples = build_example_encoder(
+        tokenizer, kind=source.format, keys=keys, as_chat=source.as_chat, learn=source.learn
+    )
+    records = open_records(source, files)
 
     def read(on_progress: Callable[[int], None]) -> Iterator[Document]:
         return encode_examples(itertools.islice(records.read(on_progress), limit), examples)
 
     fingerprints = records.fingerprint, f"{examples.fingerprint} {encoder.fingerprint}"
-    return _Documents(fingerprints, records.size, read)
+    return _Documents(name, fingerprints, records.size, read)
 
 
-def open_source(config: DataConfig) -> DataSource[str | None]:
-    """Returns the documents that `config` names."""
-    if config.path is not None:
-        return file_source(find_files(Path(config.path), patterns_of(config)), text_key=config.text_key)
-    return dataset_source(_open_dataset(config), text_key=config.text_key)
+def open_source(source: SourceConfig, files: Sequence[Path] = ()) -> DataSource[str | None]:
+    """Returns the texts of `files`, or of the data set that `source` names."""
+    if files:
+        return file_source(files, text_key=source.text_key)
+    return dataset_source(text_key=source.text_key, **_open_dataset(source))
 
 
-def open_records(config: DataConfig) -> DataSource[Record]:
-    """Returns the records that `config` names: prompts with responses, or lists of messages."""
-    if config.path is not None:
-        return file_records(find_files(Path(config.path), patterns_of(config)))
-    return dataset_records(_open_dataset(config))
+def open_records(source: SourceConfig, files: Sequence[Path] = ()) -> DataSource[Record]:
+    """Returns the records of `files`, or of the data set that `source` names: prompts with responses, or messages."""
+    return file_records(files) if files else dataset_records(**_open_dataset(source))
 
 
-def import_datasets(config: DataConfig) -> Any:
+def import_datasets(config: SourceConfig) -> Any:
     """Returns the library that opens `config.dataset`. Raises `ConfigError` if it is not installed."""
     try:
         import datasets
@@ -177,23 +196,52 @@ def import_datasets(config: DataConfig) -> Any:
     return datasets
 
 
-def _open_dataset(config: DataConfig) -> Any:
+def _open_dataset(config: SourceConfig) -> dict[str, Any]:
+    """Returns the rows of a split, their number (0: unknown), and a text that changes with them."""
     datasets = import_datasets(config)
-    name = str(config.dataset)
+    name, most = str(config.dataset), config.max_records
     try:
         if any((Path(name) / marker).exists() for marker in ("state.json", "dataset_dict.json")):
-            saved = datasets.load_from_disk(name)
-            return saved[config.split] if isinstance(saved, dict) else saved
-        return datasets.load_dataset(name, config.subset, split=config.split)
+            rows = datasets.load_from_disk(name)
+            rows = rows[config.split] if isinstance(rows, dict) else rows
+        else:
+            streams = {"streaming": True} if config.streamed else {}
+            rows = datasets.load_dataset(name, config.subset, split=config.split, **streams)
     except (KeyError, OSError, ValueError) as error:
         raise LoadError(
             f"datasets cannot open {config.split!r} of {name!r}", at="data.dataset", why=str(error)
         ) from error
+    if config.streamed:
+        about = [name, config.subset, config.split, most, str(getattr(rows, "info", ""))]
+        return {"rows": rows if most is None else rows.take(most), "size": most or 0, "fingerprint": digest(about)}
+    size = len(rows) if most is None else min(most, len(rows))
+    fingerprint = str(rows._fingerprint) if most is None else f"{rows._fingerprint} {size}"
+    return {"rows": rows if most is None else rows.select(range(size)), "size": size, "fingerprint": fingerprint}
 
 
 def load_tokenizer(config: TrainConfig) -> Any:
     """Returns the run's tokenizer. Raises `LoadError` if transformers cannot load it."""
-    return read_tokenizer(str(config.model.tokenizer or config.model.path), option="model.tokenizer")
+    tokenizer = read_tokenizer(str(config.model.tokenizer or config.model.path), option="model.tokenizer")
+    if (chosen := config.data.chat_template) is not None:
+        tokenizer.chat_template = read_template(tokenizer, chosen)
+    return tokenizer
+
+
+def read_template(tokenizer: Any, chosen: str) -> str:
+    """Returns the chat template in the file `chosen`, or the tokenizer's of that name. Raises `ConfigError` if there is
+    none.
+    """
+    named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+    if chosen in named:
+        return str(named[chosen])
+    try:
+        return Path(chosen).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"data.chat_template is {chosen}, which is no file{did_you_mean(chosen, named)}",
+            why=f"the tokenizer has {', '.join(named)}" if named else "the tokenizer has no named templates",
+            fix="name a file with a Jinja template",
+        ) from error
 
 
 def read_tokenizer(place: str, *, option: str) -> Any:
@@ -231,4 +279,9 @@ def build_encoder(tokenizer: Any) -> Encoder:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     fingerprint = digest(f"{type(tokenizer).__name__} {rules}")
-    return Encoder(encode=encode, separator=int(tokenizer.eos_token_id), fingerprint=fingerprint)
+    return Encoder(
+        encode=encode,
+        separator=int(tokenizer.eos_token_id),
+        fingerprint=fingerprint,
+        start=tuple(start_tokens(tokenizer)),
+    )

@@ -13,7 +13,7 @@ import torch
 
 from shardwise.cli.config_file import Problems
 from shardwise.cli.data import import_datasets
-from shardwise.data.config import held_out, patterns_of
+from shardwise.data.config import held_out, patterns_of, sources_of
 from shardwise.data.corpus import find_files
 from shardwise.errors import ConfigError, LoadError, did_you_mean, one_line
 from shardwise.lora.inject import peft
@@ -30,13 +30,14 @@ def check_inputs(config: TrainConfig) -> list[Problem]:
     """Returns the problems of the files and packages that `config` names. Reads nothing large."""
     model, data = config.model, config.data
     problems = Problems()
-    for key, read in (("data.path", data), ("evaluation.path", held_out(data, config.evaluation))):
+    sources = [("data", source) for source in sources_of(data)]
+    for key, read in (*sources, ("evaluation", held_out(data, config.evaluation))):
         if read.path is not None:
-            with problems.of(key):
+            with problems.of(f"{key}.path"):
                 find_files(Path(read.path), patterns_of(read))
-    if data.dataset is not None:
-        with problems.of("data.dataset"):
-            import_datasets(data)
+        if read.dataset is not None:
+            with problems.of(f"{key}.dataset"):
+                import_datasets(read)
     if data.state is not None:
         with problems.of("data.state"):
             read_data_state(data.state)

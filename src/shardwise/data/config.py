@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, PositiveInt
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
-TEXT_PATTERNS = ("**/*.txt", "**/*.md", "**/*.rst", "**/*.py", "**/*.jsonl")
-RECORD_PATTERNS = ("**/*.jsonl",)
+from shardwise.data.tables import TABLES
+
+TEXT_PATTERNS = ("**/*.txt", "**/*.md", "**/*.rst", "**/*.py", "**/*.jsonl", "**/*.parquet")
+RECORD_PATTERNS = tuple(f"**/*{suffix}" for suffix in TABLES if suffix != ".json")  # which are mostly settings
 Place = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 """Where files are; no shell has read a `~` in it."""
 Format = Literal["text", "prompt", "chat"]
@@ -32,35 +34,62 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Source of the text, and how it is cut into rows."""
+class SourceConfig:
+    """One source of data."""
 
     path: Place | None = None
-    """A text or .jsonl file, or a directory of them."""
+    """A text file, a table (.jsonl, .json, .csv, .tsv, .parquet), or a directory of them."""
     dataset: str | None = None
     """Instead of `path`: a `datasets` hub id, or a directory that `datasets` can open."""
     subset: str | None = None
     """Configuration name of a `dataset` that has several."""
     split: str = "train"
     """Split of a `dataset`."""
+    streamed: bool = False
+    """Read a `dataset` from the hub as it is tokenized, without a copy on disk."""
+    max_records: PositiveInt | None = None
+    """Read the first N records of a `dataset` only."""
     format: Format = "text"
     """What a record holds: `text`, all of which is trained on; `prompt`, with a response; or `chat`, a list of messages
-    for the tokenizer's chat template. Of the last two, only responses are trained on."""
+    for the tokenizer's chat template. Of the last two, only responses are trained on. Records of Alpaca (`instruction`,
+    `input`, `output`) are prompts, and those of ShareGPT (`conversations`) chats."""
     text_key: str = "text"
-    """Column of a `dataset`, or key of a .jsonl line, that holds the text."""
+    """Column or key that holds the text, in a `dataset` or a table."""
     prompt_key: str = "prompt"
     """Column or key that holds the prompt."""
     response_key: str = "response"
     """Column or key that holds the response; trained on, with the end token."""
     messages_key: str = "messages"
-    """Column or key that holds the messages: `[{"role": "user", "content": "..."}, {"role": "assistant", ...}]`."""
+    """Column or key that holds the messages: `[{"role": "user", "content": "..."}, {"role": "assistant", ...}]`. A
+    message with `weight: 0` or `train: false` is not trained on."""
     tools_key: str = "tools"
     """Column or key that holds tools for the chat template; a record need not have it."""
     as_chat: bool = False
     """Write a prompt and its response as messages of user and assistant, with the chat template."""
+    learn: Literal["all", "last"] = "all"
+    """Whether all messages of the assistant are trained on, or the last one of a conversation."""
     include: tuple[str, ...] | None = None
-    """Which files of a directory are read, as glob patterns below it; by default `**/*.jsonl`, and of `text` also
-    .txt, .md, .rst and .py."""
+    """Which files of a directory are read, as glob patterns below it; by default tables but .json; of `text`
+    .txt, .md, .rst, .py, .jsonl and .parquet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightedSource(SourceConfig):
+    """One of several sources."""
+
+    weight: Annotated[PositiveFloat, Field(allow_inf_nan=False)] = 1.0
+    """How often it is read in a pass over the data; 0.5 reads half of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(SourceConfig):
+    """Source of the text, and how it is cut into rows."""
+
+    sources: tuple[WeightedSource, ...] = ()
+    """Instead of `path` or `dataset`: several sources, each with these keys and a weight:
+    `[{path: code/, weight: 2}, {path: chats.jsonl, format: chat}]`."""
+    chat_template: Place | None = None
+    """A template in place of the tokenizer's own: a file, or the name of one that the tokenizer has."""
     seq_length: Annotated[int, Field(ge=2)] = 512
     """Tokens in a row, at least 2: each token predicts the next."""
     rows: Literal["auto", "stream", "packed", "padded"] = "auto"
@@ -79,7 +108,7 @@ class EvaluationConfig:
     """Held-out text, and how often the loss on it is reported."""
 
     path: Place | None = None
-    """A text or .jsonl file, or a directory of them; null evaluates nothing."""
+    """Like `data.path`; null evaluates nothing."""
     format: Format | None = None
     """What its records hold, under the keys that `data` names; null is `data.format`."""
     every: PositiveInt = 100
@@ -91,11 +120,16 @@ class EvaluationConfig:
 def rows_of(data: DataConfig) -> Literal["stream", "packed", "padded"]:
     """Returns how documents become rows."""
     if data.rows == "auto":
-        return "stream" if data.format == "text" else "packed"
+        return "stream" if all(source.format == "text" for source in sources_of(data)) else "packed"
     return data.rows
 
 
-def patterns_of(data: DataConfig) -> tuple[str, ...]:
+def sources_of(data: DataConfig) -> tuple[SourceConfig, ...]:
+    """Returns the sources of the data."""
+    return data.sources or (data,)
+
+
+def patterns_of(data: SourceConfig) -> tuple[str, ...]:
     """Returns the file patterns that select the files of a directory."""
     if data.include is not None:
         return data.include
@@ -108,7 +142,17 @@ def held_out(data: DataConfig, evaluation: EvaluationConfig) -> DataConfig:
     rows = "auto" if data.rows == "stream" and chosen != "text" else data.rows
     as_chat = data.as_chat and chosen == "prompt"
     return replace(
-        data, path=evaluation.path, dataset=None, subset=None, format=chosen, rows=rows, as_chat=as_chat, state=None
+        data,
+        path=evaluation.path,
+        dataset=None,
+        subset=None,
+        streamed=False,
+        max_records=None,
+        sources=(),
+        format=chosen,
+        rows=rows,
+        as_chat=as_chat,
+        state=None,
     )
 
 
@@ -117,6 +161,7 @@ _MEANT_FOR = {
     "prompt_key": ("prompt",),
     "response_key": ("prompt",),
     "as_chat": ("prompt",),
+    "learn": ("chat",),
     "messages_key": ("chat",),
     "tools_key": ("chat",),
 }
@@ -125,12 +170,18 @@ _MEANT_FOR = {
 
 def check_data(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[Problem]:
     """Yields every error that the values show."""
-    if (data.path is None) == (data.dataset is None):
-        given = "neither is given" if data.path is None else "both are given"
-        yield Problem("data", f"takes either path (files) or dataset (the datasets library); {given}")
-    for key in ("subset", "split") if data.dataset is None else ():
-        if getattr(data, key) != getattr(DataConfig, key):
-            yield Problem(f"data.{key}", "has an effect only with data.dataset")
+    if data.sources:
+        for each in fields(SourceConfig):
+            if getattr(data, each.name) != each.default:
+                yield Problem(f"data.{each.name}", "is a key of each source where there are data.sources")
+    for number, source in enumerate(sources_of(data)):
+        key = f"data.sources[{number}]" if data.sources else "data"
+        if (source.path is None) == (source.dataset is None):
+            given = "neither is given" if source.path is None else "both are given"
+            yield Problem(key, f"takes either path (files) or dataset (the datasets library); {given}")
+        for name in ("subset", "split", "streamed", "max_records") if source.dataset is None else ():
+            if getattr(source, name) != getattr(SourceConfig, name):
+                yield Problem(f"{key}.{name}", f"has an effect only with {key}.dataset")
     for each in fields(EvaluationConfig):
         if evaluation.path is None and (value := getattr(evaluation, each.name)) != each.default:
             yield Problem(f"evaluation.{each.name}", f"is {value}, and nothing is held out", "name evaluation.path")
@@ -139,13 +190,14 @@ def check_data(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[Probl
 
 def _check_rows(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[Problem]:
     defaults = {each.name: each.default for each in fields(DataConfig)}
-    formats = {data.format, *({evaluation.format} if evaluation.format and evaluation.path else ())}
+    own = {source.format for source in sources_of(data)}
+    formats = {*own, *({evaluation.format} if evaluation.format and evaluation.path else ())}
     for key, meant_for in _MEANT_FOR.items():
-        if getattr(data, key) != defaults[key] and not formats & {*meant_for}:
+        if not data.sources and getattr(data, key) != defaults[key] and not formats & {*meant_for}:
             what = f"says something of data.format: {meant_for[0]}; the format is {data.format}"
             yield Problem(f"data.{key}", what)
-    if data.rows == "stream" and data.format != "text":
-        what = f"is stream with data.format: {data.format}, whose documents keep to themselves"
+    if data.rows == "stream" and own != {"text"}:
+        what = f"is stream with data.format: {max(own - {'text'})}, whose documents keep to themselves"
         yield Problem("data.rows", what, "use packed or padded")
     kinds = {rows_of(data), *({rows_of(held_out(data, evaluation))} if evaluation.path else ())}
     if data.too_long != defaults["too_long"] and kinds == {"stream"}:

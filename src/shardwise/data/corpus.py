@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from shardwise.data.tables import is_table, read_table
 from shardwise.errors import ConfigError, LoadError, did_you_mean
 from shardwise.weights.staging import disk_errors
 
@@ -38,12 +39,14 @@ class Encoder:
     Attributes:
         encode: texts -> token ids of each, without special tokens.
         separator: id of the token that ends a document.
+        start: ids of the tokens that begin a document.
         fingerprint: digest of the vocabulary and its rules.
     """
 
     encode: Callable[[list[str]], Sequence[Sequence[int]]]
     separator: int
     fingerprint: str
+    start: tuple[int, ...] = ()
 
 
 def find_files(path: Path, include: Sequence[str]) -> tuple[Path, ...]:
@@ -68,20 +71,20 @@ def find_files(path: Path, include: Sequence[str]) -> tuple[Path, ...]:
         raise LoadError(
             f"no file below {path} matches {', '.join(include)}",
             why=f"it holds {', '.join(suffixes[:12])}" if suffixes else "it holds no files",
-            fix="say which files to read, such as data.include=['**/*.log'], or '**/*.json' where lines are records",
+            fix="say which files to read, such as data.include=['**/*.log']",
         )
     return tuple(files)
 
 
 def file_source(files: Sequence[Path], *, text_key: str = "text") -> DataSource[str | None]:
-    """Builds the source of the text in `files`: a text file is one document, a line of a .jsonl file is one document.
+    """Builds the source of the text in `files`: a text file is one document, a record of a table is one document.
 
     The fingerprint is made of names, sizes and times, because reading every byte would take minutes for large text. A
     file's ctime changes even if its modification time is set back.
     """
 
     def documents(file: Path) -> Iterator[str | None]:
-        return _lines(file, text_key) if file.suffix == ".jsonl" else _blocks(file)
+        return _column(file, text_key) if is_table(file) else _blocks(file)
 
     size, times, read = read_files(files, documents)
     return DataSource(fingerprint=digest("files", text_key, times), size=size, read=read)
@@ -127,33 +130,20 @@ def _blocks(file: Path) -> Iterator[str | None]:
         yield from ends
 
 
-def _lines(file: Path, text_key: str) -> Iterator[str | None]:
-    for number, document in json_lines(file):
-        yield from _text_of(document, text_key, f"{file}:{number}")
+def _column(file: Path, text_key: str) -> Iterator[str | None]:
+    for place, document in read_table(file):
+        yield from _text_of(document, text_key, place)
 
 
-def json_lines(file: Path) -> Iterator[tuple[int, Any]]:
-    """Yields line number (from 1) and value of every non-empty line of a .jsonl file. Ignores a byte order mark."""
-    with file.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                value = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise LoadError("a line is not JSON", at=f"{file}:{number}", why=str(error)) from error
-            yield number, value
-
-
-def dataset_source(rows: Any, *, text_key: str) -> DataSource[str | None]:
-    """Returns the rows of one split of a `datasets` data set, one document each."""
+def dataset_source(rows: Any, *, text_key: str, size: int, fingerprint: str) -> DataSource[str | None]:
+    """Returns the rows of one split of a `datasets` data set, one document each; see `DataSource`."""
 
     def read(on_progress: Callable[[int], None]) -> Iterator[str | None]:
         for number, row in enumerate(rows):
             yield from _text_of(row, text_key, f"row {number}")
             on_progress(number + 1)
 
-    return DataSource(fingerprint=digest("dataset", text_key, str(rows._fingerprint)), size=len(rows), read=read)
+    return DataSource(fingerprint=digest("dataset", text_key, fingerprint), size=size, read=read)
 
 
 def text_batches(texts: Iterator[str | None]) -> Iterator[list[str | None]]:
@@ -178,11 +168,13 @@ def _text_of(document: object, key: str, place: str) -> tuple[str | None, ...]:
             fix='a line looks like {"text": "..."}',
         )
     if key not in document:
+        texts = [name for name, value in document.items() if isinstance(value, str)]
+        fix = "prompts with responses and lists of messages are read with data.format: prompt, or chat"
         raise ConfigError(
             f"data.text_key is {key!r}, which is not there{did_you_mean(key, map(str, document))}",
             at=place,
             why=f"the keys are {', '.join(map(str, document))}",
-            fix="prompts with responses and lists of messages are read with data.format: prompt, or chat",
+            fix=f"name the key that holds the text, such as data.text_key={texts[0]}" if len(texts) == 1 else fix,
         )
     text = document[key]
     if not isinstance(text, str):

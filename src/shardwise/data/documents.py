@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.data.corpus import DataSource, Encoder, digest, json_lines, read_files, text_batches
+from shardwise.data.corpus import DataSource, Encoder, digest, read_files, text_batches
+from shardwise.data.tables import TABLES, is_table, read_table
 from shardwise.errors import LoadError
 from shardwise.weights.staging import atomic_file, disk_errors
 
@@ -75,7 +76,7 @@ def documents_path(directory: Path, *parts: object) -> Path:
 def text_documents(
     source: DataSource[str | None], encoder: Encoder, on_progress: Callable[[int], None] = lambda done: None
 ) -> Iterator[Document]:
-    """Converts texts to documents, in pieces: all tokens and the separator.
+    """Converts texts to documents, in pieces: the start tokens, all tokens and the separator.
 
     Every token except the first is a target.
     """
@@ -85,14 +86,16 @@ def text_documents(
         encoded = iter(encoder.encode(written) if written else ())  # tokenizers fail on no texts
         for text in texts:
             tokens = np.asarray([encoder.separator] if text is None else next(encoded), dtype=TOKEN_TYPE)
+            if is_empty and text is not None and len(tokens):
+                tokens = np.concatenate([np.asarray(encoder.start, dtype=TOKEN_TYPE), tokens])
             if len(tokens) and not (is_empty and text is None):
                 yield Document(tokens, np.ones(len(tokens), dtype=np.bool_), ends=text is None)
             is_empty = text is None or (is_empty and not len(tokens))
 
 
-def write_documents(path: Path, documents: Iterable[Document]) -> None:
-    """Writes `documents` to `path` atomically. A document without a target is an error."""
-    start = num_tokens = checksum = 0
+def write_documents(path: Path, documents: Iterable[Document]) -> int:
+    """Writes `documents` to `path` atomically; returns the number of targets. A document without one is an error."""
+    start = num_tokens = num_targets = checksum = 0
     first_target: int | None = None
     ends, first_targets = array("Q"), array("I")
     fix = "make room, or name another place with data.cache_dir"
@@ -102,7 +105,9 @@ def write_documents(path: Path, documents: Iterable[Document]) -> None:
             marked = piece.tokens.astype(TOKEN_TYPE) | np.where(piece.is_target, TARGET, np.uint32(0))
             if num_tokens == start:
                 marked[:1] &= ~TARGET
-            if first_target is None and (is_target := marked >= TARGET).any():
+            is_target = marked >= TARGET
+            num_targets += int(is_target.sum())
+            if first_target is None and is_target.any():
                 first_target = num_tokens - start + int(is_target.argmax())
             out.write(marked.data)
             checksum = zlib.crc32(marked.data, checksum)
@@ -119,6 +124,7 @@ def write_documents(path: Path, documents: Iterable[Document]) -> None:
         index["end"], index["first_target"] = ends, first_targets
         out.write(index.data)
         out.write(TRAILER.pack(MARK, VERSION, num_tokens, len(ends), zlib.crc32(index.data, checksum)))
+    return num_targets
 
 
 def read_documents(path: Path, *, verify: bool = False) -> Documents:
@@ -144,7 +150,7 @@ def read_documents(path: Path, *, verify: bool = False) -> Documents:
 
 @dataclass(frozen=True)
 class Record:
-    """One record of a .jsonl file or a data set: its place and its fields by name.
+    """One record of a table or a data set: its place and its fields by name.
 
     Attributes:
         place: file and line, or the row of a data set, for messages.
@@ -155,31 +161,31 @@ class Record:
 
 
 def file_records(files: Sequence[Path]) -> DataSource[Record]:
-    """Returns the lines of .jsonl files, one object each. Ignores empty lines and a byte order mark."""
+    """Returns the records of tables, one object each."""
     for file in files:
-        if file.suffix != ".jsonl":
+        if not is_table(file):
             raise LoadError(
-                f"{file} is no .jsonl file",
-                why="prompts and messages are read from lines of JSON",
-                fix="write one object a line, or leave the file out with data.include",
+                f"{file} is no table",
+                why=f"prompts and messages are read from {', '.join(TABLES)}",
+                fix="write one JSON object a line to a .jsonl file, or leave the file out with data.include",
             )
 
     def records(file: Path) -> Iterator[Record]:
-        return (_record(value, f"{file}:{number}") for number, value in json_lines(file))
+        return (_record(value, place) for place, value in read_table(file))
 
     size, times, read = read_files(files, records)
     return DataSource(fingerprint=digest("records", times), size=size, read=read)
 
 
-def dataset_records(rows: Any) -> DataSource[Record]:
-    """Returns the rows of one split of a `datasets` data set."""
+def dataset_records(rows: Any, *, size: int, fingerprint: str) -> DataSource[Record]:
+    """Returns the rows of one split of a `datasets` data set; see `DataSource`."""
 
     def read(on_progress: Callable[[int], None]) -> Iterator[Record]:
         for number, row in enumerate(rows):
             yield _record(row, f"row {number}")
             on_progress(number + 1)
 
-    return DataSource(fingerprint=digest("dataset records", str(rows._fingerprint)), size=len(rows), read=read)
+    return DataSource(fingerprint=digest("dataset records", fingerprint), size=size, read=read)
 
 
 def _record(value: Any, place: str) -> Record:

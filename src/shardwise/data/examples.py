@@ -4,8 +4,13 @@
 A chat template writes a conversation as one text. If the template marks the assistant's messages (`{% generation %}`),
 transformers reports their tokens. Otherwise the conversation is written three times per assistant message: in full, up
 to the message with the prompt for it (`add_generation_prompt`), and up to the message's end. If the latter two are
-prefixes of the first, the text between them is the message and its end token. Templates that rewrite a message once
-others follow are not supported.
+prefixes of the first, the text between them is the message and its end token.
+
+# [Note: templates that rewrite]
+Templates of reasoning models write a message otherwise once others follow (they drop its reasoning), and some write a
+last token that is gone then. There every message is written as it was when it was the last one, and these are joined,
+which is what a training template says by hand (TRL's for Qwen3: "always include the thinking block"). What follows a
+message is found by a mark in place of its content: texts behind the mark do not depend on what was rewritten.
 """
 
 import itertools
@@ -15,12 +20,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwise.data.corpus import digest
 from shardwise.data.documents import Document, Record
-from shardwise.errors import ConfigError, LoadError, ShardwiseError, did_you_mean
+from shardwise.data.messages import Message, read_messages, read_prompt
+from shardwise.errors import ConfigError, LoadError, ShardwiseError
 
 _BATCH = 256
+_MARK = "Qp7mark7pQ"  # stands in for a message's content
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -33,7 +41,12 @@ class ExampleEncoder:
 
 
 def build_example_encoder(
-    tokenizer: Any, *, kind: Literal["prompt", "chat"], keys: Mapping[str, str], as_chat: bool = False
+    tokenizer: Any,
+    *,
+    kind: Literal["prompt", "chat"],
+    keys: Mapping[str, str],
+    as_chat: bool = False,
+    learn: Literal["all", "last"] = "all",
 ) -> ExampleEncoder:
     """Builds the `ExampleEncoder` of a tokenizer.
 
@@ -41,6 +54,7 @@ def build_example_encoder(
         tokenizer: a transformers tokenizer with an end token.
         keys: names of "prompt" and "response", or "messages" and "tools", in a record.
         as_chat: whether a prompt and its response are messages, written by the chat template.
+        learn: whether all messages of the assistant are learned, or the last one alone.
     """
     uses_template = kind == "chat" or as_chat
     if not uses_template:
@@ -52,8 +66,7 @@ def build_example_encoder(
         raise ConfigError(
             "the tokenizer has no chat template",
             why="it says how messages become one text",
-            fix='set one and save it (tokenizer.chat_template = "..."), or write prompts and responses in plain text\n'
-            "with data.format: prompt",
+            fix="name one with data.chat_template, or write prompts and responses in plain text: data.format: prompt",
         )
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError(
@@ -61,9 +74,9 @@ def build_example_encoder(
             why="it does not tell which letters a token stands for, so responses cannot be found",
             fix="use a fast tokenizer (tokenizer.json)",
         )
-    conversations = _Conversations(tokenizer, keys, of_prompts=kind == "prompt")
+    conversations = _Conversations(tokenizer, keys, of_prompts=kind == "prompt", learn=learn)
     specials = sorted((name, str(value)) for name, value in tokenizer.special_tokens_map.items())
-    fingerprint = digest("chat", kind, dict(keys), str(template), specials)
+    fingerprint = digest("chat", kind, dict(keys), str(template), specials, learn)
     return ExampleEncoder(
         encode=lambda records: [conversations.encode(record) for record in records], fingerprint=fingerprint
     )
@@ -80,16 +93,13 @@ class _PlainPrompts:
     """Prompt and response, tokenized separately like at inference, where only the prompt is known."""
 
     def __init__(self, tokenizer: Any, keys: Mapping[str, str]) -> None:
-        self._tokenizer, self._keys = tokenizer, keys
-        first = tokenizer("a")["input_ids"][:1]
-        self.before = list(first) if first == [tokenizer.bos_token_id] else []
+        self._tokenizer, self._keys, self.before = tokenizer, keys, start_tokens(tokenizer)
 
     def encode(self, records: Sequence[Record]) -> list[Document]:
         """Yields each document: the tokenizer's start tokens, the prompt, and as targets the response and the end
         token.
         """
-        prompts = [_text(record, self._keys["prompt"], self._keys) for record in records]
-        responses = [_text(record, self._keys["response"], self._keys, may_be_empty=False) for record in records]
+        prompts, responses = map(list, zip(*(read_prompt(record, self._keys) for record in records), strict=True))
         found = []
         for record, prompt, response in zip(records, self._ids(prompts), self._ids(responses), strict=True):
             if not response:
@@ -105,17 +115,26 @@ class _PlainPrompts:
         return ids
 
 
+def start_tokens(tokenizer: Any) -> list[int]:
+    """Returns the token that the tokenizer puts before every text, if there is one."""
+    first = tokenizer("a")["input_ids"][:1]
+    return list(first) if first == [tokenizer.bos_token_id] else []
+
+
 class _Conversations:
     """Messages through the chat template; see [Note: what a conversation teaches]."""
 
-    def __init__(self, tokenizer: Any, keys: Mapping[str, str], *, of_prompts: bool) -> None:
-        self._tokenizer, self._keys, self._of_prompts = tokenizer, keys, of_prompts
+    def __init__(self, tokenizer: Any, keys: Mapping[str, str], *, of_prompts: bool, learn: str) -> None:
+        self._tokenizer, self._keys, self._of_prompts, self._learn = tokenizer, keys, of_prompts, learn
 
     def encode(self, record: Record) -> Document:
         """Returns the conversation as a document; the assistant's messages are targets."""
-        messages, tools = self._messages(record), record.values.get(self._keys.get("tools", ""))
+        (messages, learned), tools = self._messages(record), record.values.get(self._keys.get("tools", ""))
+        if self._learn == "last":
+            last = max(place for place, is_learned in enumerate(learned) if is_learned)
+            learned = [place == last for place in range(len(messages))]
         try:
-            found = self._written(messages, tools or None)
+            found = self._written(messages, learned, tools or None)
         except ShardwiseError as error:
             raise LoadError(error.summary, at=record.place, why=error.why, fix=error.fix) from error
         except Exception as error:  # a template is a program, which fails in any way
@@ -125,47 +144,88 @@ class _Conversations:
             raise LoadError("the chat template leaves out the assistant's messages", at=record.place)
         return found
 
-    def _messages(self, record: Record) -> Sequence[Mapping[str, Any]]:
-        if self._of_prompts:
-            prompt = _text(record, self._keys["prompt"], self._keys)
-            response = _text(record, self._keys["response"], self._keys, may_be_empty=False)
-            return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-        messages = _value(record, self._keys["messages"], self._keys)
-        _check_messages(messages, record.place)
-        return [{key: value for key, value in message.items() if value is not None} for message in messages]
+    def _messages(self, record: Record) -> tuple[list[Message], list[bool]]:
+        if not self._of_prompts:
+            return read_messages(record, self._keys["messages"], self._keys)
+        prompt, response = read_prompt(record, self._keys)
+        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}], [False, True]
 
-    def _written(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> Document:
+    def _written(self, messages: list[Message], learned: list[bool], tools: Any) -> Document:
         if _GENERATION.search(self._tokenizer.get_chat_template(tools=tools)):
             marked = self._tokenizer.apply_chat_template(
                 messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
             )
-            return Document(np.array(marked["input_ids"], np.uint32), np.array(marked["assistant_masks"], np.bool_))
-        full = self._text(messages, tools)
-        spans = [
-            self._span(full, messages, place, tools)
-            for place, message in enumerate(messages)
-            if message["role"] == "assistant"
-        ]
+            said = [is_learned for message, is_learned in zip(messages, learned, strict=True) if _is_said(message)]
+            mask = np.array(marked["assistant_masks"], np.bool_)
+            return Document(np.array(marked["input_ids"], np.uint32), mask if all(said) else _only_runs(mask, said))
+        full, spans = self._spans(messages, tools)
+        kept = [span for place, span in spans.items() if learned[place]]
         encoded = self._tokenizer(full, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         is_target = [
-            any(start < stop_of and first_of < stop for first_of, stop_of in spans)
+            any(start < stop_of and first_of < stop for first_of, stop_of in kept)
             for start, stop in encoded["offset_mapping"]
         ]
         return Document(np.array(encoded["input_ids"], np.uint32), np.array(is_target, np.bool_))
 
-    def _span(self, full: str, messages: Sequence[Mapping[str, Any]], place: int, tools: Any) -> tuple[int, int]:
-        """Returns the character span in `full` of the message with index `place`."""
-        before = self._text(messages[:place], tools, asks=True) if place else ""
-        until = self._text(messages[: place + 1], tools)
-        if not (full.startswith(until) and until.startswith(before)):
-            raise LoadError(
-                "the chat template does not tell which tokens are the assistant's",
-                why="it has no {% generation %}, and writes the messages before a response differently with it or\n"
-                f"with what follows (message {place})",
-                fix="put {% generation %} around what the assistant says in the template, or give conversations in\n"
-                "which the last message alone is the assistant's",
-            )
-        return len(before), len(until)
+    def _spans(self, messages: list[Message], tools: Any) -> tuple[str, dict[int, tuple[int, int]]]:
+        """Returns the conversation as a text, and the characters of each message of the assistant by its index."""
+        full, spans = self._text(messages, tools), {}
+        for place in filter(lambda place: _is_said(messages[place]), range(len(messages))):
+            before, until = self._before(messages, place, tools), self._text(messages[: place + 1], tools)
+            if not (full.startswith(until) and until.startswith(before)):
+                return self._joined(messages, tools)
+            spans[place] = len(before), len(until)
+        return full, spans
+
+    def _joined(self, messages: list[Message], tools: Any) -> tuple[str, dict[int, tuple[int, int]]]:
+        """Returns the same where messages are rewritten: [Note: templates that rewrite]."""
+        text, spans, last = "", {}, None
+        for place in filter(lambda place: _is_said(messages[place]), range(len(messages))):
+            shown, end = messages, 0
+            if last is not None:
+                shown = [*messages[:last], {**messages[last], "content": _MARK}, *messages[last + 1 :]]
+                was_last = _behind_mark(self._text(shown[: last + 1], tools))
+                follows = _behind_mark(self._text(shown[: place + 1], tools))
+                end = self._common(was_last, follows)
+                if end < len(was_last):  # a token that ends the last message of all
+                    text = text[: len(text) - len(was_last) + end]
+                    spans[last] = spans[last][0], len(text)
+            before, until = self._before(shown, place, tools), self._with_reasoning(shown, place, tools)
+            if last is not None:
+                before, until = _behind_mark(before)[end:], _behind_mark(until)[end:]
+            start = len(text) + self._common(before, until)
+            text += until
+            spans[place], last = (start, len(text)), place
+        return text, spans
+
+    def _before(self, messages: list[Message], place: int, tools: Any) -> str:
+        """Returns the text that asks for message `place`. transformers writes no conversation without a message, so for
+        the first one it is found by the text that asks for a second one.
+        """
+        if place:
+            return self._text(messages[:place], tools, asks=True)
+        until, asks = self._text(messages[:1], tools), self._text(messages[:1], tools, asks=True)
+        header = asks.removeprefix(until)
+        return until[: until.index(header) + len(header)] if header in until else ""
+
+    def _with_reasoning(self, messages: list[Message], place: int, tools: Any) -> str:
+        """Returns the text up to message `place`. Where the template drops its reasoning, that is put back."""
+        until, content = self._text(messages[: place + 1], tools), messages[place].get("content")
+        reasoning, end, _ = content.partition("</think>") if isinstance(content, str) else ("", "", "")
+        if not end or reasoning.rpartition("<think>")[2].strip() in until:
+            return until
+        marked = [*messages[:place], {**messages[place], "content": _MARK[::-1]}]
+        return self._text(marked, tools).replace(_MARK[::-1], str(content))
+
+    def _common(self, one: str, other: str) -> int:
+        """Returns how many characters of two texts are equal, in whole tokens of both."""
+        pairs = enumerate(zip(one, other, strict=False))
+        shared = next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+        ends = []
+        for text in (one, other):
+            offsets = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            ends.append({0, *(stop for _, stop in offsets["offset_mapping"])})
+        return max(end for end in ends[0] & ends[1] if end <= shared)
 
     def _text(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, asks: bool = False) -> str:
         text: str = self._tokenizer.apply_chat_template(
@@ -174,41 +234,28 @@ class _Conversations:
         return text
 
 
-def _check_messages(messages: Any, place: str) -> None:
-    """Raises if `messages` is no conversation with an assistant message."""
-    looks = 'it looks like [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise LoadError(f"expected a list of messages, found {messages!r:.40}", at=place, fix=looks)
-    for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise LoadError(f"message {number} has no role", at=place, fix=looks)
-        content = message.get("content")
-        says = content.strip() if isinstance(content, str) else content
-        if message["role"] == "assistant" and not says and not message.get("tool_calls"):
-            raise LoadError(f"the response is empty: message {number}, the assistant's, says nothing", at=place)
-    if all(message["role"] != "assistant" for message in messages):
-        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-        raise LoadError("no message is the assistant's, so nothing is learned", at=place, why=f"the roles are {roles}")
+def _is_said(message: Mapping[str, Any]) -> bool:
+    return bool(message["role"] == "assistant")
 
 
-def _value(record: Record, key: str, keys: Mapping[str, str]) -> Any:
-    if key in record.values:
-        return record.values[key]
-    setting = next(name for name, value in keys.items() if value == key)
-    present = [str(name) for name in record.values]
-    raise LoadError(
-        f"there is no key {key!r}{did_you_mean(key, present)}",
-        at=record.place,
-        why=f"the keys are {', '.join(present)}",
-        fix=f"name the key with data.{setting}_key; all records of a data set have one data.format",
-    )
+def _behind_mark(text: str) -> str:
+    before, mark, behind = text.rpartition(_MARK)
+    if not mark or _MARK in before:
+        raise LoadError(
+            "the chat template does not tell which tokens are the assistant's",
+            why="it has no {% generation %}, and rewrites what messages say once others follow",
+            fix="name a training template with data.chat_template, or learn one message a conversation",
+        )
+    return behind
 
 
-def _text(record: Record, key: str, keys: Mapping[str, str], *, may_be_empty: bool = True) -> str:
-    value = _value(record, key, keys)
-    if not isinstance(value, str):
-        fix = "lists of messages are read with data.format: chat" if isinstance(value, list) else None
-        raise LoadError(f"{key!r} holds {type(value).__name__}, not text", at=record.place, fix=fix)
-    if not may_be_empty and not value.strip():
-        raise LoadError(f"the response is empty: {key!r} holds {value!r}", at=record.place, fix="leave the record out")
-    return value
+def _only_runs(is_target: NDArray[np.bool_], kept: Sequence[bool]) -> NDArray[np.bool_]:
+    """Returns the targets of those messages that are kept; `is_target` has a run for each message."""
+    starts = np.flatnonzero(is_target & ~np.concatenate([[False], is_target[:-1]]))
+    if len(starts) != len(kept):
+        raise LoadError(
+            "the chat template does not tell the messages of the assistant apart",
+            why=f"it marks {len(starts)} parts of {len(kept)} messages, of which some are not to be learned",
+        )
+    number = np.searchsorted(starts, np.arange(len(is_target)), side="right") - 1
+    return is_target & np.asarray(kept, np.bool_)[np.maximum(number, 0)]

@@ -9,6 +9,7 @@ tests whether a model keeps documents apart.
 """
 
 import bisect
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -73,7 +74,11 @@ class StreamRows(_Rows):
                 fix="use more text or a smaller data.seq_length",
             )
 
-    def read(self, rows: Sequence[int], *, batch: Sequence[int]) -> dict[str, Tensor]:
+    def width(self, batch: Sequence[int]) -> int:
+        """Returns the number of tokens in a row of this batch: `seq_length`."""
+        return self.seq_length
+
+    def read(self, rows: Sequence[int], *, width: int) -> dict[str, Tensor]:
         """Returns `input_ids` and `labels`, which are equal: transformers' causal models shift labels."""
         read = [self.documents.read(row * self.seq_length, self.seq_length)[0] for row in rows]
         input_ids = torch.from_numpy(np.stack(read))
@@ -121,13 +126,19 @@ class DocumentRows(_Rows):
         self._packed = pack_documents(self._lengths, seq_length) if apart in ("positions", "mask") else None
         self.num_rows = len(self._lengths) if self._packed is None else self._packed.num_rows
 
-    def read(self, rows: Sequence[int], *, batch: Sequence[int]) -> dict[str, Tensor]:
+    def width(self, batch: Sequence[int]) -> int:
+        """Returns the number of tokens in a row of this batch: of padded rows as many as its longest needs."""
+        if self._packed is not None:
+            return self.seq_length
+        longest = int(self._lengths[list(batch)].max())
+        return min(self.seq_length, -(-longest // _WIDTH_STEP) * _WIDTH_STEP)
+
+    def read(self, rows: Sequence[int], *, width: int) -> dict[str, Tensor]:
         """Returns `input_ids`, `labels` (-100 if not learned), and the inputs that keep documents apart.
 
         These are an `attention_mask` of padding, or `position_ids` and, if the model needs it, an additive
         `attention_mask` [len(rows), 1, width, width].
         """
-        width = self._width(batch) if self._packed is None else self.seq_length
         input_ids = np.full((len(rows), width), self._padding, dtype=np.int64)
         labels = np.full((len(rows), width), IGNORED, dtype=np.int64)
         lengths = []
@@ -142,20 +153,62 @@ class DocumentRows(_Rows):
         found = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
         return found | segment_inputs(lengths, width, apart=self.apart, dtype=self._dtype)
 
-    def _width(self, batch: Sequence[int]) -> int:
-        longest = int(self._lengths[list(batch)].max())
-        return min(self.seq_length, -(-longest // _WIDTH_STEP) * _WIDTH_STEP)
-
     def notes(self) -> str:
         """Says how many documents were cut or dropped."""
         found = {"truncated": self.num_truncated, "dropped": self.num_dropped}
         return ", ".join(f"{number:,} {what}" for what, number in found.items() if number)
 
 
-Rows = StreamRows | DocumentRows
-"""Rows of a data set, by number. `read` gives some of those of a global `batch` as the model's inputs and labels, int64
-[len(rows), width]; `identity` tells them from others, and `describe` says as JSON what must be the same when a run goes
-on."""
+class MixedRows:
+    """Rows of several sources.
+
+    A source with weight 2 has each of its rows twice; one with weight 0.5 has the first half of them.
+    """
+
+    def __init__(self, parts: Sequence[StreamRows | DocumentRows], weights: Sequence[float]) -> None:
+        self.parts, self.weights = parts, weights
+        self.num_tokens, self.seq_length = sum(part.num_tokens for part in parts), parts[0].seq_length
+        numbers = [max(1, round(part.num_rows * weight)) for part, weight in zip(parts, weights, strict=True)]
+        self._ends = np.cumsum(numbers).tolist()
+        self.num_rows = self._ends[-1]
+
+    def _place(self, row: int) -> tuple[int, int]:
+        """Returns the part of a row, and its number there."""
+        part = bisect.bisect_right(self._ends, row)
+        first = self._ends[part - 1] if part else 0
+        return part, (row - first) % self.parts[part].num_rows
+
+    def width(self, batch: Sequence[int]) -> int:
+        """Returns the number of tokens in a row of this batch."""
+        places = [self._place(row) for row in batch]
+        return max(self.parts[part].width([row]) for part, row in places)
+
+    def read(self, rows: Sequence[int], *, width: int) -> dict[str, Tensor]:
+        """Returns the rows like the parts do."""
+        places = [self._place(row) for row in rows]
+        read = [self.parts[part].read([row], width=width) for part, row in places]
+        return {name: torch.cat([each[name] for each in read]) for name in read[0]}
+
+    def identity(self) -> dict[str, int]:
+        """Returns the counts, row length, and the checksum of all documents."""
+        checksum = zlib.crc32(repr([(part.documents.checksum, part.kind) for part in self.parts]).encode())
+        return {"num_tokens": self.num_tokens, "seq_length": self.seq_length, "checksum": checksum} | {
+            "num_rows": self.num_rows
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what the parts describe, and their weights."""
+        return {"sources": [part.describe() for part in self.parts], "weights": list(self.weights)}
+
+    def notes(self) -> str:
+        """Says how many documents were cut or dropped."""
+        return ", ".join(filter(None, (part.notes() for part in self.parts)))
+
+
+Rows = StreamRows | DocumentRows | MixedRows
+"""Rows of a data set, by number. `read` gives rows as the model's inputs and labels, int64 [len(rows), width], where
+`width` says how wide those of a global batch are; `identity` tells rows from others, and `describe` says as JSON what
+must be the same when a run goes on."""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def evaluation_batches(
         places = range(first, first + batch_size)
         batch = [min(place, num_rows - 1) for place in places]
         own = slice(data_rank * share, (data_rank + 1) * share)
-        found = rows.read(batch[own], batch=batch)
+        found = rows.read(batch[own], width=rows.width(batch))
         found["labels"][[place >= num_rows for place in places[own]]] = IGNORED
         yield found
 

@@ -1,0 +1,89 @@
+"""Reads files of records: .jsonl, .json, .csv, .tsv and .parquet."""
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError, LoadError
+
+
+def json_lines(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yields place and value of every non-empty line of a .jsonl file. Ignores a byte order mark."""
+    with file.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise LoadError("a line is not JSON", at=f"{file}:{number}", why=str(error)) from error
+            yield f"{file}:{number}", value
+
+
+def _json_array(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yields the items of an array, which is read whole; a file that holds none is read as lines."""
+    with file.open(encoding="utf-8-sig") as text:
+        first = next((char for line in text for char in line if not char.isspace()), "")
+        if first != "[":
+            yield from json_lines(file)
+            return
+        text.seek(0)
+        try:
+            items = json.loads(text.read().lstrip("\ufeff"))
+        except json.JSONDecodeError as error:
+            raise LoadError("the array is not JSON", at=f"{file}:{error.lineno}", why=str(error)) from error
+    yield from ((f"{file}, item {number}", item) for number, item in enumerate(items, start=1))
+
+
+def _separated(file: Path) -> Iterator[tuple[str, Any]]:
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        rows = csv.DictReader(lines, dialect="excel-tab" if file.suffix == ".tsv" else "excel", strict=True)
+        try:
+            for row in rows:
+                if None in row or None in row.values():
+                    what = f"a row has another number of fields than the {len(rows.fieldnames or ())} of the first line"
+                    raise LoadError(what, at=f"{file}:{rows.line_num}", fix="put fields with separators into quotes")
+                yield f"{file}:{rows.line_num}", row
+        except csv.Error as error:
+            raise LoadError("a row is not CSV", at=f"{file}:{rows.line_num}", why=str(error)) from error
+
+
+def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        import pyarrow.parquet  # type: ignore[import-not-found, unused-ignore]  # optional
+    except ImportError as error:
+        what = f"{file} needs the package pyarrow, which is not installed"
+        raise ConfigError(what, fix="pip install pyarrow, or convert the file to .jsonl") from error
+    number = 0
+    try:
+        for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{file}, row {number}", row
+    except pyarrow.ArrowException as error:
+        raise LoadError(f"{file} is not Parquet", why=str(error)) from error
+
+
+_READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
+    ".jsonl": json_lines,
+    ".json": _json_array,
+    ".csv": _separated,
+    ".tsv": _separated,
+    ".parquet": _parquet,
+}
+TABLES = tuple(_READERS)
+"""The suffixes of files that hold records."""
+
+
+def is_table(file: Path) -> bool:
+    """Returns whether a file holds records, by its suffix."""
+    return file.suffix.lower() in _READERS
+
+
+def read_table(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yields every record of a file for which `is_table` holds, with its place in words. A record of CSV is a
+    dictionary of texts.
+    """
+    return _READERS[file.suffix.lower()](file)
