@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
-from transformers import LlamaForCausalLM, Wav2Vec2Config, Wav2Vec2ForCTC
+from transformers import LlamaConfig, LlamaForCausalLM, Wav2Vec2Config, Wav2Vec2ForCTC
 
 import shardwise
 from shardwise.api.building import load_by_spec
@@ -149,11 +149,6 @@ def weighing(model, batch):
     (model(**batch).loss * (1 + registry_of(model).mesh.data_rank)).backward()  # right under fsdp alone
 
 
-def clipping_some(model, batch):
-    model(**batch).loss.backward()
-    shardwise.clip_grad_norm_([each for name, each in model.named_parameters() if "proj" in name], 1.0)
-
-
 def refused(mesh, attempt):
     narrow = shardwise.Precision(compute="bfloat16") if attempt is unfreezing else None
     model = split(
@@ -170,12 +165,35 @@ def refused(mesh, attempt):
         ("pp2", under_autocast, "under float16 autocast"),
         ("tp2", stepping_in_backward, "inside of backward"),
         ("pp2.ddp2", weighing, "multiply by other numbers: 1 to 2"),
-        ("pp2", clipping_some, "clipping some gradients of a model in stages"),
         ("fsdp2", unfreezing, "was frozen when the model was split"),
     ],
 )
 def test_steps_that_would_be_wrong_are_errors(on_ranks, layout, attempt, says):
     assert all(says in summary for summary in on_ranks(refused, attempt=attempt))
+
+
+def clip_in_parts(mesh):
+    """By parts of which stages have some, or none: the embedding and the head."""
+    whole = tiny_model("llama", num_hidden_layers=2, tie_word_embeddings=False).train()
+    model, norms = split(mesh), []
+    batch = tiny_batch(whole, rows=4)
+    whole(**batch).loss.backward()
+    model(**rows_of(batch, mesh)).loss.backward()
+    for part in ("norm", "embed_tokens", "lm_head", "proj"):
+        chosen = [[value for name, value in each.named_parameters() if part in name] for each in (whole, model)]
+        norms.append([float(clip(each, 1e-3)) for clip, each in zip(_CLIPS, chosen, strict=True)])
+    found = shardwise.full_gradients(model)
+    worst = max(float((found[name] - value.grad).abs().max()) for name, value in whole.named_parameters())
+    return norms, worst
+
+
+_CLIPS = (torch.nn.utils.clip_grad_norm_, shardwise.clip_grad_norm_)
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp2.tp2"])
+def test_gradients_are_clipped_in_parts_of_which_a_stage_may_have_none(on_ranks, layout):
+    for norms, worst in on_ranks(clip_in_parts):
+        assert worst < 1e-6 and all(abs(one - other) < 1e-5 for one, other in norms), norms
 
 
 def options(mesh):
@@ -236,14 +254,18 @@ def test_a_trained_adapter_is_not_replaced_by_the_one_that_training_began_with(t
 
 def one_side(mesh, path, target):
     config = LoraConfig(r=2, target_modules=[target], init_lora_weights=False)
-    model = shardwise.parallelize(get_peft_model(tiny_model("llama", tied=True), config), mesh)
+    adapted = get_peft_model(tiny_model("llama", tied=True), config)
+    if target == "q_proj":  # and another adapter, which is not active
+        adapted.add_adapter("other", LoraConfig(r=2, target_modules=["lm_head"]))
+    model = shardwise.parallelize(adapted, mesh)
     shardwise.export_pretrained(model, path, adapter="merged")
+    assert LlamaConfig.from_pretrained(path).tie_word_embeddings == (target == "q_proj")
     loaded, batch = LlamaForCausalLM.from_pretrained(path), tiny_batch(model)
     return float((model(**batch).loss - loaded(**batch).loss).abs().detach())
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # PEFT's, of tied layers
-@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head", "q_proj"])
 @pytest.mark.parametrize("layout", ["pp2.tp2"])
 def test_a_merged_adapter_of_one_module_of_a_tie_does_not_change_the_other(on_ranks, layout, target, tmp_path):
     assert max(on_ranks(one_side, path=tmp_path, target=target)) < 1e-5

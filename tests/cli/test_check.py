@@ -113,6 +113,15 @@ def test_problems_of_every_kind_are_listed_at_once(run, tmp_path, capsys):
             "data.seq_length: Input should be greater than or equal to 2, not 1",
         ),  # and not the default, which is too long
         ("data={dataset: none, seq_length: 8}", "data.dataset: 'none' needs the package datasets"),
+        ("log={to: [wandbb]}", "log.to[0]: accelerate has no tracker 'wandbb' (did you mean 'wandb'?)"),
+        ("log={to: [wandb]}", "log.to[0]: the package of the tracker 'wandb' is not installed"),
+        ("log={callbacks: ['json:nothing']}", "log.callbacks[0]: there is no class 'json:nothing'"),
+        ("layout=dp2", "data ranks are fsdp, which share out the parameters, or ddp"),
+        ("layout=ep2", "expert parallelism (ep) is not supported yet"),
+        ("learning_rate=1", "learning_rate: unknown key: it is optimizer.lr here"),
+        ("sequence_len=1", "sequence_len: unknown key: it is data.seq_length here"),
+        ("training.steps=1", "training: unknown key: it is steps here"),
+        ("optimizer.type=Adam", "optimizer.type: unknown key: it is optimizer.name here"),
         ("data={path: here, format: chat, seq_length: 8}", "no file below here matches **/*.jsonl"),
     ],
 )

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import yaml
+from accelerate import tracking
+from accelerate.tracking import GeneralTracker, on_main_process
 from safetensors.torch import load_file
 
+from shardwise.cli import training
+from shardwise.cli.models import make_optimizer
 from shardwise.cli.training import train
 from shardwise.errors import ConfigError, LoadError
 from shardwise.ranks.spawn import spawn
@@ -84,9 +90,9 @@ def test_another_layout_is_welcome_and_another_run_is_refused(run, tmp_path):
     assert [line["step"] for line in lines_of(other)] == [1, 2, 3, 4, 5, 6]
     for changed, says in [
         ({"optimizer": {**first["optimizer"], "name": "SGD"}}, "optimizer.name: was 'AdamW', is 'SGD'"),
-        ({"seed": 1}, "data.dropout seed: was 0, is 1"),
+        ({"seed": 1}, "seed: was 0, is 1"),
         ({"model": {**run["model"], "config": {**run["model"]["config"], "rms_norm_eps": 0.1}}}, "model.rms_norm_eps"),
-        ({"batch_size": 8}, "batch_size was 4, is 8"),
+        ({"batch_size": 8}, "batch_size: was 4, is 8"),
     ]:
         with pytest.raises((ConfigError, LoadError), match=says):
             train(config_of({**other, "steps": 8, **changed}))
@@ -98,3 +104,102 @@ def test_another_layout_is_welcome_and_another_run_is_refused(run, tmp_path):
     fresh["checkpoint"]["dir"] = str(tmp_path / "empty")
     train(config_of(fresh))
     assert [line["step"] for line in lines_of(fresh)] == [1, 2]
+
+
+def test_a_run_goes_on_with_what_may_change(run, tmp_path, capfd):
+    plain = {**run, "layout": "tp1", "sequence_parallel": False, "export": None, "evaluation": {}}
+    first = with_values(plain, tmp_path / "first", steps=2, export=None)
+    first["optimizer"] = {"lr": 0.01, "weight_decay": 0.1, "schedule": {"name": "constant"}}
+    train(config_of(first))
+    optimizer = {**first["optimizer"], "lr": 0.002, "weight_decay": 0.0}
+    other = {**first, "steps": 3, "optimizer": optimizer, "batch_size": 8}
+    with pytest.raises(ConfigError, match=r"checkpoint.change=\[optimizer.lr, optimizer.weight_decay, batch_size\]"):
+        train(config_of(other))
+    other["checkpoint"] = {**first["checkpoint"], "change": ["optimizer", "batch_size"]}
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "make_optimizer", lambda *args: made.append(make_optimizer(*args)) or made[-1])
+        train(config_of(other))
+    out = capfd.readouterr().out
+    assert "change  optimizer.lr: was 0.01, is 0.002" in out and "change  steps: was 2, is 3" in out
+    assert [line["lr"] for line in lines_of(other)] == [0.01, 0.01, 0.002]
+    assert made[0].param_groups[0]["weight_decay"] == 0.0
+    state = json.loads((Path(other["log"]["dir"]) / "data_state.json").read_text())
+    assert state["num_batches_read"] == 2, "one of 8 rows behind two of 4"
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more/a.txt").write_text("other text " * 500)
+    fresh = {**other, "steps": 4, "data": {**other["data"], "path": str(tmp_path / "more")}}
+    fresh["checkpoint"] = {**other["checkpoint"], "change": ["data"]}
+    train(config_of(fresh))
+    assert "change  data: was" in capfd.readouterr().out
+    assert json.loads((Path(fresh["log"]["dir"]) / "data_state.json").read_text())["num_batches_read"] == 1
+
+
+def test_passes_over_the_data_are_steps(run, tmp_path, capfd):
+    plain = {**run, "layout": "tp1", "sequence_parallel": False, "evaluation": {}, "epochs": 0.5}
+    del plain["steps"]
+    plain["optimizer"] = {"schedule": {"name": "linear", "warmup_steps": 1}}
+    record = train(config_of(with_values(plain, tmp_path / "whole", export=None)))
+    out = capfd.readouterr().out
+    num_rows = int(out.partition(" rows of ")[0].rpartition(", ")[2].replace(",", ""))
+    assert record.step == round(0.5 * num_rows / 4) and record.lr == pytest.approx(0.1 * 3e-4)
+    plain["optimizer"]["schedule"]["warmup_steps"] = 10_000
+    with pytest.raises(ConfigError, match="optimizer.schedule.warmup_steps: is 10000"):
+        train(config_of(with_values(plain, tmp_path / "warm", export=None)))
+
+
+@pytest.mark.parametrize("place", ["checkpoint-2/trainer_state.json", "last.ckpt", "step_4/.metadata"])
+def test_checkpoints_of_other_systems_are_not_written_into(run, tmp_path, place):
+    mine = with_values({**run, "layout": "tp1", "sequence_parallel": False}, tmp_path)
+    (file := Path(mine["checkpoint"]["dir"]) / place).parent.mkdir(parents=True)
+    file.touch()
+    with pytest.raises(ConfigError, match=r"another system[\s\S]*model.path="):
+        train(config_of(mine))
+
+
+class Counter:
+    """A callback of one's own."""
+
+    seen: ClassVar[list] = []
+
+    def report(self, record):
+        self.seen.append((record.step, record.loss))
+
+    def close(self):
+        self.seen.append("closed")
+
+
+def test_records_go_to_trackers_and_callbacks(run, tmp_path, monkeypatch):
+    class Kept(GeneralTracker):
+        name, requires_logging_directory, calls = "kept", True, []
+
+        def __init__(self, run_name, logging_dir, **_):
+            super().__init__()
+            self.calls.append((run_name, logging_dir))
+
+        @property
+        def tracker(self):
+            return None
+
+        @on_main_process
+        def store_init_configuration(self, values):
+            self.calls.append(values)
+
+        @on_main_process
+        def log(self, values, step=None, **_):
+            self.calls.append((step, values))
+
+        def finish(self):
+            self.calls.append("finished")
+
+    monkeypatch.setattr(tracking, "LOGGER_TYPE_TO_CLASS", {"kept": Kept})
+    monkeypatch.setattr(tracking, "get_available_trackers", lambda: ["kept"])
+    mine = with_values({**run, "layout": "tp1", "sequence_parallel": False}, tmp_path, steps=2, export=None)
+    mine["log"] |= {"to": ["kept"], "project": "mine", "callbacks": ["tests.cli.test_resume:Counter"]}
+    train(config_of(mine))
+    assert Kept.calls[0] == ("mine", mine["log"]["dir"]) and Kept.calls[-1] == "finished"
+    assert Kept.calls[1]["optimizer.lr"] == 3e-4 or Kept.calls[1]["optimizer.lr"] == mine["optimizer"]["lr"]
+    losses = [line["loss"] for line in lines_of(mine)]
+    assert [(step, values["train/loss"]) for step, values in Kept.calls[2:-1]] == [*enumerate(losses, 1)]
+    counter = importlib.import_module("tests.cli.test_resume").Counter
+    assert counter.seen == [*enumerate(losses, 1), "closed"]

@@ -120,6 +120,12 @@ def test_knobs_change_how_and_not_what(on_ranks, options):
     assert max(on_ranks(turn_knobs, layout="fsdp2")) < 1e-6
 
 
+@pytest.mark.spawn
+@pytest.mark.parametrize("factor", [8.0, 1.0])
+def test_gradients_of_copies_are_divided_once(on_ranks, factor):
+    assert max(on_ranks(turn_knobs, layout="ddp2", options={"gradient_divide_factor": factor})) < 1e-6
+
+
 def ask_for_symmetric_memory():
     with (
         shardwise.Mesh.open("fsdp2") as mesh,

@@ -22,6 +22,44 @@ _RUN = TypeAdapter(TrainConfig)
 _GROUPS = {field.name for field in dataclasses.fields(TrainConfig) if field.default is dataclasses.MISSING}
 
 
+_ELSEWHERE = {
+    "optimizer.lr": "learning_rate lr",
+    "optimizer.name": "optim optimizer_name optimizer.type",
+    "optimizer.weight_decay": "weight_decay",
+    "optimizer.max_grad_norm": "max_grad_norm gradient_clipping gradient_clip_val",
+    "optimizer.schedule.name": "lr_scheduler lr_scheduler_type scheduler",
+    "optimizer.schedule.warmup_steps": "warmup_steps warmup warmup_ratio num_warmup_steps lr_scheduler.warmup_steps",
+    "steps": "max_steps num_steps training training.steps total_steps",
+    "epochs": "num_epochs num_train_epochs max_epochs",
+    "batch_size (rows of a step, over all ranks)": "per_device_train_batch_size train_batch_size micro_batch_size "
+    "per_device_eval_batch_size local_batch_size global_batch_size",
+    "num_microbatches": "gradient_accumulation_steps accumulate_grad_batches",
+    "data.seq_length": "sequence_len max_seq_length max_length max_seq_len seq_len seq_length cutoff_len block_size",
+    "data.path or data.sources": "datasets dataset train_file dataset_name dataset_path train_data",
+    "data.rows": "packing sample_packing",
+    "data.chat_template": "chat_template",
+    "data.learn": "train_on_inputs assistant_only_loss completion_only_loss",
+    "model.path": "model_name_or_path base_model pretrained_model_name_or_path name_or_path",
+    "model.tokenizer": "tokenizer tokenizer_name tokenizer_name_or_path",
+    "model.dtype or precision.compute": "bf16 fp16 torch_dtype dtype mixed_precision",
+    "recompute.mode": "gradient_checkpointing activation_checkpointing activation_checkpoint",
+    "adapter": "lora lora_r lora_alpha lora_dropout lora_target_modules lora_target_linear peft",
+    "log.to": "report_to wandb wandb_project mlflow tensorboard",
+    "log.every": "logging_steps log_every_n_steps metrics.log_freq",
+    "log.dir": "logging_dir run_name",
+    "checkpoint.dir and export": "output_dir save_dir default_root_dir",
+    "checkpoint.every": "save_steps save_strategy saves_per_epoch save_every checkpoint.interval",
+    "checkpoint.keep_last": "save_total_limit checkpoint.keep_latest_k",
+    "checkpoint.resume": "resume_from_checkpoint auto_resume_from_checkpoints",
+    "evaluation.path": "eval_file val_set_size test_datasets validation_file",
+    "evaluation.every": "eval_steps evals_per_epoch eval_strategy evaluation_strategy val_check_interval",
+    "layout": "parallelism tensor_parallel_size tensor_parallel_degree pipeline_parallel_degree fsdp_config deepspeed "
+    "data_parallel_shard_degree tp_size dp_size pp_size devices strategy num_nodes",
+}
+"""Our keys, and those that say the same in transformers, axolotl, torchtitan, Lightning and others."""
+_OURS = {theirs: ours for ours, several in _ELSEWHERE.items() for theirs in several.split()}
+
+
 class Problems(list[Problem]):
     """The problems found so far."""
 
@@ -100,6 +138,21 @@ def dump_config(config: TrainConfig) -> str:
     return text
 
 
+def flat_config(config: TrainConfig) -> dict[str, Any]:
+    """Returns the values of a configuration by their dotted keys; tuples and mappings below a key as text."""
+    found: dict[str, Any] = {}
+
+    def walk(group: Mapping[str, Any], prefix: str) -> None:
+        for name, value in group.items():
+            if isinstance(value, dict):
+                walk(value, f"{prefix}{name}.")
+            else:
+                found[prefix + name] = value if isinstance(value, int | float | str) else str(value)
+
+    walk(_RUN.dump_python(config, mode="json"), "")
+    return found
+
+
 def config_reference() -> str:
     """Returns the help page of all keys, with their defaults."""
     rows = {key: about for key, about in _keys() if "$ref" not in about}
@@ -143,7 +196,11 @@ def _read_errors(error: ValidationError) -> dict[str, Problem]:
             group, _, last = key.rpartition(".")
             siblings = [name.rpartition(".")[2] for name in keys if name.rpartition(".")[0] == group]
             elsewhere = [name for name in keys if name.rpartition(".")[2] == last]
-            meant = did_you_mean(last, siblings) or (f" (there is {' and '.join(elsewhere)})" if elsewhere else "")
+            ours = _OURS.get(key) or _OURS.get(last)
+            if elsewhere:
+                meant = f" (there is {' and '.join(elsewhere)})"
+            else:
+                meant = f": it is {ours} here" if ours else did_you_mean(last, siblings)
             problems[key] = Problem(key, f"unknown key{meant}")
             continue
         while key not in keys:  # the location continues below the key, into lists and unions
@@ -184,7 +241,8 @@ def _read_file(path: Path) -> dict[str, Any]:
             f"cannot read the configuration file {path}", why=error.strerror, fix="`shardwise train --help` shows one"
         ) from error
     except (yaml.YAMLError, ValueError) as error:
-        raise LoadError(f"{path} is not YAML", why=str(error)) from error
+        why = str(error).replace('"<unicode string>"', str(path))
+        raise LoadError(f"{path} is not YAML", why=why) from error
     if not isinstance(tree, dict):
         raise LoadError(f"{path} does not hold keys and values", fix="a line looks like `layout: tp2`")
     return {

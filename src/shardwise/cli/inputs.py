@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,15 @@ def check_inputs(config: TrainConfig) -> list[Problem]:
     if data.state is not None:
         with problems.of("data.state"):
             read_data_state(data.state)
-    if config.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
+    if (config.log.tensorboard or "tensorboard" in config.log.to) and importlib.util.find_spec("tensorboard") is None:
         fix = "pip install tensorboard, or set it to false (train.jsonl has the same numbers)"
         problems.append(Problem("log.tensorboard", "is true, but the package tensorboard is not installed", fix))
+    for number, name in enumerate(config.log.to):
+        with problems.of(f"log.to[{number}]"):
+            find_tracker(name)
+    for number, place in enumerate(config.log.callbacks):
+        with problems.of(f"log.callbacks[{number}]"):
+            find_callback(place)
     if isinstance(model.config, str) and not Path(model.config).is_file():
         problems.append(Problem("model.config", f"there is no file {model.config}", "name a config.json"))
     if isinstance(model.config, dict):
@@ -64,6 +71,9 @@ def check_outputs(config: TrainConfig) -> list[Problem]:
         if directory is not None:
             with problems.of(key):
                 check_place(directory)
+    if saved is not None and (other := find_other_checkpoints(Path(saved))) is not None:
+        fix = f"name another directory; a run starts from its weights with model.path={other}"
+        problems.append(Problem("checkpoint.dir", f"{saved} holds a checkpoint of another system, {other.name}", fix))
     if config.export is None or problems:
         return problems
     if export_mode(config) != "only":
@@ -74,6 +84,18 @@ def check_outputs(config: TrainConfig) -> list[Problem]:
         what = f"the directory {config.export} is not empty"
         problems.append(Problem("export", what, "remove it or name another; nothing is overwritten"))
     return problems
+
+
+_OTHERS = ("trainer_state.json", "*.ckpt", ".metadata", "model.safetensors*", "pytorch_model*.bin*", "adapter_model.*")
+"""Files of the checkpoints of transformers' Trainer, Lightning, torch and PEFT."""
+
+
+def find_other_checkpoints(directory: Path) -> Path | None:
+    """Returns the newest checkpoint of another system in a directory, or the directory itself if it is one; or None."""
+    if not directory.is_dir() or any(directory.glob("*/manifest.json")):
+        return None
+    found = {file.parent for name in _OTHERS for file in (*directory.glob(name), *directory.glob(f"*/{name}"))}
+    return max(found, key=lambda place: place.stat().st_mtime) if found else None
 
 
 def check_place(directory: str, *, num_bytes: int = 0) -> None:
@@ -127,6 +149,40 @@ def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
         names = [name for name, value in vars(torch.optim).items() if inspect.isclass(value)]
         raise ConfigError(f"there is no optimizer class {name!r}{did_you_mean(name, names)}")
     return value
+
+
+def find_tracker(name: str) -> Any:
+    """Returns accelerate's class of a tracker. Raises `ConfigError` if there is none, or its package is missing."""
+    try:
+        from accelerate import tracking  # optional
+    except ImportError as error:
+        fix = "pip install accelerate (train.jsonl has the same numbers)"
+        raise ConfigError(f"{name!r} needs the package accelerate, which is not installed", fix=fix) from error
+    known: dict[str, Any] = {str(key): value for key, value in tracking.LOGGER_TYPE_TO_CLASS.items()}
+    if name not in known:
+        raise ConfigError(
+            f"accelerate has no tracker {name!r}{did_you_mean(name, known)}", why=f"it has {', '.join(sorted(known))}"
+        )
+    if name not in map(str, tracking.get_available_trackers()):
+        raise ConfigError(f"the package of the tracker {name!r} is not installed", fix=f"pip install {name}")
+    return known[name]
+
+
+def find_callback(place: str) -> Any:
+    """Returns the class at `module:Class`, also of a module in the current directory. Raises `ConfigError` if there is
+    none, or it has no `report`.
+    """
+    module, _, name = place.partition(":")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        fix = "write module:Class, such as my_callbacks:Plotter"
+        raise ConfigError(f"there is no class {place!r}", why=one_line(error), fix=fix) from error
+    if not callable(getattr(found, "report", None)):
+        raise ConfigError(f"{place} has no method report(record)")
+    return found
 
 
 def _check_model_config(settings: dict[str, Any]) -> list[Problem]:

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from shardwise.estimate.cuts import schedule_for
 from shardwise.plan.options import ParallelSpec, Precision, Recompute
 from shardwise.schedule.timeline import chrome_trace, describe_schedule, draw_svg, timeline
 from shardwise.topology.shape import MeshShape
-from shardwise.train.run_config import TrainConfig
+from shardwise.train.run_config import TrainConfig, num_microbatches_of
 
 HELP = """\
 Print how a model is split: the rule for every parameter and its origin, what each rank holds, and which parameters are
@@ -66,9 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     auto_class, batch, num_microbatches, adapter = None, None, None, arguments.adapter
     if config is not None:
-        auto_class, num_microbatches = class_of(config), config.num_microbatches
-        rows = config.batch_size // (shape.data_size * config.num_microbatches)
-        batch = max(1, rows), config.data.seq_length  # --layout may need more rows
+        auto_class = class_of(config)
+        with suppress(ConfigError):  # --layout may need more rows
+            num_microbatches = num_microbatches_of(config, shape)
+        rows = config.batch_size // (shape.data_size * (num_microbatches or 1))
+        batch = max(1, rows), config.data.seq_length
         adapter = adapter or adapter_of(config)
     if arguments.batch is not None:
         sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", arguments.batch)

@@ -10,7 +10,7 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ def describe_run(config: TrainConfig, model_config: Any, batches: PackedBatches)
         "optimizer": {**optimizer, "schedule": vars(config.optimizer.schedule)},
         "data": {**batches.rows.describe(), "dropout seed": config.seed},
         **({"adapter": adapter} if adapter else {}),
+        "run": {"steps": config.steps},
     }
     as_json: dict[str, Any] = json.loads(json.dumps(settings, default=str))
     return as_json
@@ -142,20 +143,29 @@ class SavedRun:
 
     Attributes:
         stored: its newest checkpoint, open on every rank.
+        changed: keys that differ from the saved run, and may.
     """
 
     stored: StoredParts
     extra: Mapping[str, Any]
+    changed: tuple[str, ...] = ()
 
     def resume(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: PackedBatches) -> int:
         """Restores optimizer, batches and random states; returns the number of steps done."""
         with raise_on_all_ranks(registry_of(model).mesh.group(), "restoring the data state"):
-            batches.load_state_dict(self.extra["batches"])
+            is_other = any(key.startswith(("data", "batch_size", "seed")) for key in self.changed)
+            batches.load_state_dict(self.extra["batches"], may_differ=is_other)
+        asked = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         restore(self.stored, LoadTarget(model=model, optimizer=optimizer, fills_model=False))
+        if any(key.startswith("optimizer.") for key in self.changed):
+            for group, values in zip(optimizer.param_groups, asked, strict=True):
+                group.update({key: value for key, value in values.items() if key not in ("lr", "lr_ratio")})
         return int(self.extra["step"])
 
 
-def find_saved_run(config: CheckpointConfig, mesh: Mesh, run: Mapping[str, Any], console: Console) -> SavedRun | None:
+def find_saved_run(
+    config: CheckpointConfig, mesh: Mesh, run: Mapping[str, Any], console: Console, *, batches: PackedBatches
+) -> SavedRun | None:
     """Returns the run that resumes, None where a new one begins. Locks the directory: no other run may save there."""
     if config.dir is None:
         return None
@@ -180,9 +190,12 @@ def find_saved_run(config: CheckpointConfig, mesh: Mesh, run: Mapping[str, Any],
                 at="checkpoint.dir",
                 fix="name another directory",
             )
-        _check_same_run(extra["run"], run)
+        changed = _find_changes(extra, run, batches.state_dict())
+        _check_changes({key: words for key, words in changed.items() if not _may_change(key, config.change)})
     console.print(f"resume  {directory / stored.manifest.tag}")
-    return SavedRun(stored, extra)
+    for words in changed.values():
+        console.print(f"change  {words}")
+    return SavedRun(stored, extra, tuple(changed))
 
 
 def check_saved(config: CheckpointConfig) -> None:
@@ -206,20 +219,40 @@ def _has_checkpoints(config: CheckpointConfig) -> bool:
     return bool(tags)
 
 
-def _check_same_run(saved: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-    changed = []
+_CALLED = {"dropout seed": "seed", "tokens": "data", "sources": "data", "steps": "steps"}
+"""Settings that are kept under other names than their keys."""
+
+
+def _find_changes(extra: Mapping[str, Any], run: Mapping[str, Any], batches: Mapping[str, int]) -> dict[str, str]:
+    """Returns the settings that differ from those of the saved run, by key, in words.
+
+    Args:
+        batches: the state of this run's batches.
+    """
+    saved, changed = extra["run"], {}
     for part in {**saved, **run}:
         old, new = saved.get(part, {}), run.get(part, {})
-        changed += [
-            f"{part}.{key}: was {old.get(key)!r}, is {new.get(key)!r}"
-            for key in {**old, **new}
-            if old.get(key) != new.get(key)
-        ]
+        for name in {**old, **new}:
+            key = _CALLED.get(name, f"{part}.{name}")
+            if old.get(name) != new.get(name) and (part != "run" or old):
+                changed[key] = f"{key}: was {old.get(name)!r}, is {new.get(name)!r}"
+    for name, key in {"batch_size": "batch_size", "seed": "seed", "seq_length": "data.seq_length"}.items():
+        if (was := extra["batches"].get(name)) != batches[name]:
+            changed[key] = f"{key}: was {was}, is {batches[name]}"
+    return changed
+
+
+def _may_change(key: str, allowed: Sequence[str]) -> bool:
+    return key == "steps" or any(key == name or key.startswith(f"{name}.") for name in allowed)
+
+
+def _check_changes(changed: Mapping[str, str]) -> None:
     if changed:
+        keys = ", ".join(changed)
         raise ConfigError(
             "the checkpoint belongs to a run with other settings",
             at="checkpoint.dir",
-            why="\n".join(changed[:8]),
-            fix="use the settings of that run, or name another checkpoint.dir; layout, precision and number of steps\n"
-            "may change",
+            why="\n".join([*changed.values()][:8]),
+            fix=f"use the settings of that run, name another checkpoint.dir, or say that they may change:\n"
+            f"checkpoint.change=[{keys}]. layout, precision and number of steps always may",
         )

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from shardwise.api.checkpoints import export_pretrained
 from shardwise.checkpoint.export import export_bytes
-from shardwise.cli.config_file import config_error, dump_config
+from shardwise.cli.config_file import config_error, dump_config, flat_config
 from shardwise.cli.data import load_tokenizer, prepare_rows
-from shardwise.cli.inputs import check_outputs, check_place, export_mode, read_data_state
+from shardwise.cli.inputs import check_outputs, check_place, export_mode, find_callback, find_tracker, read_data_state
 from shardwise.cli.models import build_model, find_run_apart, make_optimizer, read_model_config, spec_of
 from shardwise.cli.run_checkpoints import RunCheckpoints, describe_run, find_saved_run
 from shardwise.comm.agree import gather_from_all, raise_on_all_ranks
@@ -45,7 +45,7 @@ from shardwise.train.loop import (
     evaluation_batches,
     run_loop,
 )
-from shardwise.train.run_config import LogConfig, TrainConfig
+from shardwise.train.run_config import LogConfig, TrainConfig, check_config, num_microbatches_of
 from shardwise.train.step import StepResult, TrainStep
 from shardwise.weights.staging import atomic_file
 
@@ -108,14 +108,45 @@ class TensorBoardLog:
 
     def report(self, record: StepRecord) -> None:
         """Writes every quantity of the record."""
-        for name, value in dataclasses.asdict(record).items():
-            if name != "step" and value is not None:
-                where = name.replace("eval_", "eval/") if name.startswith("eval_") else f"train/{name}"
-                self._writer.add_scalar(where, value, record.step)
+        for name, value in _curves(record).items():
+            self._writer.add_scalar(name, value, record.step)
 
     def close(self) -> None:
         """Writes what is still buffered, and closes."""
         self._writer.close()
+
+
+class TrackerLog:
+    """A tracker of accelerate, such as wandb or mlflow. Its own environment variables configure it.
+
+    Args:
+        settings: the configuration of the run, for the tracker to keep.
+    """
+
+    def __init__(self, name: str, config: TrainConfig, settings: Mapping[str, Any]) -> None:
+        known = find_tracker(name)
+        # It asks accelerate for the main process otherwise; only rank 0 makes one.
+        made: Any = type(known.__name__, (known,), {"main_process_only": False})
+        self._tracker = made(config.log.project, *([config.log.dir] if known.requires_logging_directory else []))
+        self._tracker.start()
+        self._tracker.store_init_configuration(dict(settings))
+
+    def report(self, record: StepRecord) -> None:
+        """Logs every quantity of the record."""
+        self._tracker.log(_curves(record), step=record.step)
+
+    def close(self) -> None:
+        """Ends the tracker's run."""
+        self._tracker.finish()
+
+
+def _curves(record: StepRecord) -> dict[str, float]:
+    """Returns the record's numbers as `train/...` and `eval/...`."""
+    found = {name: value for name, value in dataclasses.asdict(record).items() if name != "step" and value is not None}
+    return {
+        f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": value
+        for name, value in found.items()
+    }
 
 
 class Screen:
@@ -183,8 +214,11 @@ def train(config: TrainConfig) -> StepRecord | None:
     with opened as mesh, ExitStack() as open_logs:
         run = _read(config, mesh)
         batches = run.open_batches()
+        if config.epochs is not None:
+            config = count_steps(config, batches.num_rows)
+            run = dataclasses.replace(run, config=config)
         settings = describe_run(config, run.model_config, batches)
-        saved = find_saved_run(config.checkpoint, mesh, settings, run.console)
+        saved = find_saved_run(config.checkpoint, mesh, settings, run.console, batches=batches)
         model = build_model(
             config,
             mesh,
@@ -285,7 +319,7 @@ class _Run:
             )
             evaluate = build_evaluation(model, mesh, held_out_batches)
         skips = config.precision.nonfinite == "skip" or config.precision.compute == "float16"
-        step = TrainStep(model, mesh, num_microbatches=config.num_microbatches)
+        step = TrainStep(model, mesh, num_microbatches=num_microbatches_of(config))
         return TrainingComponents(
             step=_with_timeline(step, config.log, self.console, num_done=num_done),
             clip=functools.partial(clip_grad_norm_, model),
@@ -304,8 +338,12 @@ class _Run:
             return []
         directory = Path(config.log.dir)
         reporters: list[Any] = [JsonlLog(directory / "train.jsonl", num_done=num_done)]
-        if config.log.tensorboard:
+        for name in config.log.to:
+            if name != "tensorboard":
+                reporters.append(TrackerLog(name, config, flat_config(config)))
+        if config.log.tensorboard or "tensorboard" in config.log.to:
             reporters.append(TensorBoardLog(directory / "tensorboard", num_done=num_done))
+        reporters += [find_callback(place)() for place in config.log.callbacks]
         with atomic_file(directory / "config.yaml") as partial:
             partial.write_text(dump_config(config), encoding="utf-8")
         done = num_done or 0
@@ -313,7 +351,8 @@ class _Run:
             Screen(self.console, num_steps=config.steps, every=config.log.every, num_done=done, notes=notes)
         )
         for reporter in reporters:
-            open_logs.enter_context(closing(reporter))
+            if hasattr(reporter, "close"):
+                open_logs.enter_context(closing(reporter))
         return reporters
 
     def print_head(self, model: torch.nn.Module, batches: PackedBatches, num_done: int) -> None:
@@ -369,6 +408,16 @@ class _Run:
                 why=str(error),
                 fix=f"move {kept} to where it should be; no training is lost",
             ) from error
+
+
+def count_steps(config: TrainConfig, num_rows: int) -> TrainConfig:
+    """Returns the configuration with the steps that `epochs` passes over the data take."""
+    assert config.epochs is not None
+    steps = max(1, round(config.epochs * num_rows / config.batch_size))
+    config = dataclasses.replace(config, steps=steps, epochs=None)
+    if problems := check_config(config):
+        raise config_error(f"the configuration, with {steps} steps,", problems)
+    return config
 
 
 def _read(config: TrainConfig, mesh: Mesh) -> _Run:

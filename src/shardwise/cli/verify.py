@@ -5,6 +5,7 @@ import os
 
 from shardwise.cli.plan import add_target, find_target
 from shardwise.ranks.rank import warm
+from shardwise.train.run_config import num_microbatches_of
 
 HELP = """\
 Build a tiny model (same architecture, few and narrow layers), run it unsplit and split over CPU ranks, and compare
@@ -30,7 +31,9 @@ def run(arguments: argparse.Namespace) -> int:
     from shardwise.api.verifying import verify  # torch and transformers are slow to import
     from shardwise.cli.models import class_of
 
-    auto_class, num_microbatches = (None, None) if config is None else (class_of(config), config.num_microbatches)
+    auto_class, num_microbatches = (
+        (None, None) if config is None else (class_of(config), num_microbatches_of(config, shape))
+    )
     options = {"auto_class": auto_class, "num_microbatches": num_microbatches, "adapter": arguments.adapter}
     report = verify(model, shape, **options, **vars(spec))
     print(report)

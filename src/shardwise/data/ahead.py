@@ -54,19 +54,27 @@ class PackedBatches:
         """Returns the position of the stream, the same on every rank."""
         return {"num_batches_read": self.num_batches_read, **self._identity()}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continues where `state` was taken; `data_size` may differ."""
+    def load_state_dict(self, state: dict[str, int], *, may_differ: bool = False) -> None:
+        """Continues where `state` was taken; `data_size` may differ.
+
+        Args:
+            may_differ: whether the data may be other than that of `state`: then reading begins at the first batch, or,
+                with another batch size alone, behind the rows that were read.
+        """
         here = self._identity()
-        changed = [
-            f"{key} was {state.get(key)}, is {value}" for key, value in sorted(here.items()) if state.get(key) != value
-        ]
-        if changed:
+        changed = {
+            key: f"{key} was {state.get(key)}, is {value}"
+            for key, value in sorted(here.items())
+            if state.get(key) != value
+        }
+        if changed and not may_differ:
             raise ConfigError(
                 "this run was reading other data",
-                why="; ".join(changed),
+                why="; ".join(changed.values()),
                 fix="resume with the same data, seq_length, batch_size and seed, or start a new run",
             )
-        self.num_batches_read = state["num_batches_read"]
+        num_rows = state["num_batches_read"] * state.get("batch_size", self.batch_size)
+        self.num_batches_read = num_rows // self.batch_size if changed.keys() <= {"batch_size"} else 0
 
     def _identity(self) -> dict[str, int]:
         return {**self.rows.identity(), "batch_size": self.batch_size, "seed": self.seed}

@@ -238,7 +238,7 @@ class Merger:
                 )
             for own in known.keys() & {weight, "bias"}:
                 self._wrappers.setdefault(fqn_of(name_of[unwrapped(wrapper)], own), []).append((own, wrapper))
-        self.changed = self._wrappers.keys()
+        self.changed = {name for name, several in self._wrappers.items() if any(_adds(*each) for each in several)}
 
     @torch.no_grad()
     def delta_of(self, fqn: str) -> WeightDelta:
@@ -272,6 +272,14 @@ class Merger:
             return None if parameter is None else parameter.detach().cpu()
         local, dtype = None if parameter is None else parameter.detach(), self._dtypes.get(entry.fqn)
         return canonical_tensor(local, entry.layout, self._registry.mesh, dtype=dtype)
+
+
+def _adds(own: str, wrapper: Any) -> bool:
+    """Returns whether an active adapter adds something to a weight or bias of the module that `wrapper` is around."""
+    active = set(wrapper.active_adapters)
+    if own == "bias":
+        return any(getattr(wrapper.lora_B[each], "bias", None) is not None for each in active & {*wrapper.lora_B})
+    return not active.isdisjoint({*wrapper.lora_A, *wrapper.lora_embedding_A})
 
 
 @torch.no_grad()

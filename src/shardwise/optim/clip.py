@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.errors import ConfigError
 from shardwise.optim.gradients import gradients_of
 from shardwise.optim.summing import multiply
 from shardwise.parameters.local_gradient import complete_norms, norm_of_owned
@@ -18,6 +18,7 @@ from shardwise.parameters.registry import (
     local_part,
     registry_of,
     reshard,
+    staged_registries,
 )
 
 
@@ -33,7 +34,7 @@ def clip_grad_norm_(
     Every canonical element counts once, however many ranks hold it.
 
     Args:
-        parameters: a split model, or some of its parameters (the same on every rank).
+        parameters: a split model, or some of its parameters: the same ones on every rank, as far as it holds them.
         max_norm: maximum norm; `math.inf` only computes the norm.
         norm_type: p of the p-norm, `math.inf` for the largest entry.
         error_if_nonfinite: raise if the norm is infinite or NaN.
@@ -82,19 +83,7 @@ def _gradients(
         tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         pairs = [(parameter, entry_of(parameter)) for parameter in tensors]
         registry = next((entry.registry for _, entry in pairs if entry is not None), None)
-        _check_whole_stage(tensors, registry)
+        if not tensors and len(staged := staged_registries()) == 1:  # a stage without any takes part in the sum
+            registry = staged[0]
     with_gradient = [(gradient, entry) for parameter, entry in pairs if (gradient := parameter.grad) is not None]
     return [(local_part(gradient), entry) for gradient, entry in with_gradient], registry
-
-
-def _check_whole_stage(parameters: Iterable[Tensor], registry: Registry | None) -> None:
-    """Raises if only some gradients of a pipeline stage are clipped: a stage without any would not take part."""
-    model = registry.model() if registry is not None and registry.mesh.size("pp") > 1 else None
-    given = {id(each) for each in parameters}
-    for name, parameter, _ in find_parameters(model) if model is not None else ():
-        if parameter.grad is not None and id(parameter) not in given:
-            raise UnsupportedError(
-                f"clipping some gradients of a model in stages, without that of {name}",
-                why="a stage may have none of them, and the others would wait for it",
-                fix="pass the model, or all of its parameters",
-            )

@@ -211,7 +211,9 @@ def _tune(root: nn.Module, units: Units, registry: Registry) -> None:
             keep_unused_gradients_none(module)
             if policy.gradient_divide_factor is not None:
                 module.set_gradient_divide_factor(policy.gradient_divide_factor)
-                module.set_force_sum_reduction_for_comms(registry.mesh.device.type != "cuda")  # gloo only sums
+                # gloo only sums. Where nothing is scattered it sums anyway, and torch would divide twice.
+                only_sums = registry.mesh.device.type != "cuda" and registry.mesh.size("fsdp") > 1
+                module.set_force_sum_reduction_for_comms(only_sums)
             if policy.symmetric_memory:
                 module.set_symm_mem_for_comm()
 
@@ -275,12 +277,6 @@ def check_data_parallelism(model: nn.Module, policy: FsdpPolicy, mesh: Mesh) -> 
         return
     if policy.symmetric_memory and mesh.device.type != "cuda":
         raise UnsupportedError(f"symmetric memory on {mesh.device}", why="it is NCCL's", fix="leave it out on CPUs")
-    if policy.gradient_divide_factor not in (None, 1.0) and mesh.size("fsdp") == 1:
-        raise UnsupportedError(
-            f"gradient_divide_factor={policy.gradient_divide_factor} over {mesh.shape}",
-            why="FSDP2 divides twice by it where no parameter is sharded",
-            fix="use fsdp ranks, or 1.0 for a sum, or leave it out for the mean",
-        )
     methods = {
         "set_separate_reduce_scatter_group": policy.separate_reduce_group,
         "set_symm_mem_for_comm": policy.symmetric_memory,

@@ -274,10 +274,20 @@ def note_parameters(model: nn.Module, registry: Registry) -> None:
         entries |= {each: registry.entry(fqn_of(name, each)) for each in own}
 
 
+_STAGED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # the models of this process that are split into stages
+
+
+def staged_registries() -> list[Registry]:
+    """Returns the registries of the models in stages whose mesh is open."""
+    return [registry for model in _STAGED if (registry := registry_of(model)).mesh.device_mesh is not None]
+
+
 def attach_registry(model: nn.Module, registry: Registry) -> None:
     """Attaches `registry` to the model, and the entries to its parameters."""
     model.__dict__[_ATTRIBUTE] = registry
     registry.model = weakref.ref(model)
+    if registry.stages is not None:
+        _STAGED.add(model)
     for _ in find_parameters(model):
         pass  # it marks them
 

@@ -19,6 +19,11 @@ FSDP_AXES: tuple[str, ...] = ("ddp", "fsdp")
 SAME_ROWS_AXES: tuple[str, ...] = tuple(axis for axis in AXES if axis not in DATA_AXES)
 """Axes along which ranks must be given the same rows."""
 
+_MEANT = {
+    "dp": "there is no axis 'dp': data ranks are fsdp, which share out the parameters, or ddp, which hold copies",
+    "ep": "expert parallelism (ep) is not supported yet",
+    "sp": "there is no axis 'sp': sequence parallelism is an option of tp ranks, sequence_parallel",
+}
 UNSERVED_AXES: tuple[str, ...] = ("cp",)  # axes that layouts can name and that nothing serves yet
 
 SIZE_NAMES: dict[str, str] = {
@@ -101,7 +106,8 @@ class MeshShape:
                 continue
             axis, size = found[1], int(found[2])
             if axis not in AXES:
-                problems.append(f"unknown axis {axis!r}{did_you_mean(axis, AXES)}; the axes are {', '.join(AXES)}")
+                meant = _MEANT.get(axis) or f"unknown axis {axis!r}{did_you_mean(axis, AXES)}"
+                problems.append(f"{meant}; the axes are {', '.join(AXES)}")
             elif axis in sizes:
                 problems.append(f"axis {axis!r} is given twice, with sizes {sizes[axis]} and {size}")
             elif size < 1:

@@ -6,6 +6,7 @@ only here. `cli/config_file.py` reads the file.
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -13,7 +14,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveI
 
 from shardwise.data.config import DataConfig, EvaluationConfig, Place, Problem, check_data
 from shardwise.errors import ConfigError, MeshError, counted
-from shardwise.estimate.cuts import check_pipeline, schedule_for
+from shardwise.estimate.cuts import check_pipeline, fewest_microbatches, schedule_for
 from shardwise.plan.options import FsdpPolicy, Pipeline, Recompute
 from shardwise.topology.shape import UNSERVED_AXES, MeshShape
 
@@ -128,6 +129,14 @@ class LogConfig:
     steps; train.jsonl still has every step."""
     tensorboard: bool = False
     """Also write TensorBoard events."""
+    to: tuple[str, ...] = ()
+    """Trackers that get every record, by their names in accelerate: wandb, mlflow, trackio, comet_ml, aim, clearml, ...
+    The package accelerate and the tracker's own must be installed."""
+    project: str = "shardwise"
+    """Name of the project in those trackers."""
+    callbacks: tuple[str, ...] = ()
+    """Classes of your own that get every record, as `module:Class`. Such a class is called without arguments on rank 0;
+    `report(record)` is called after every step, and `close()` at the end."""
     timeline: PositiveInt | None = None
     """A step whose pipeline is timed: when every stage ran is drawn in timeline.svg and kept in timeline.json (for
     chrome://tracing or Perfetto)."""
@@ -150,6 +159,9 @@ class CheckpointConfig:
     """Write in the background, while training goes on; takes a copy of what is saved in host memory."""
     resume: Literal["auto", "never"] = "auto"
     """Whether a run goes on from the newest checkpoint in `dir`, where there is one, in this layout or another."""
+    change: tuple[str, ...] = ()
+    """What may differ from the run that is resumed, such as `[optimizer.lr, optimizer.schedule, data]`. With new data,
+    reading begins at its first batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,10 +190,13 @@ class TrainConfig:
     """Split activations between the tensor-parallel regions along the sequence."""
     steps: PositiveInt = 1000
     """Optimizer steps."""
+    epochs: Annotated[PositiveFloat, Finite] | None = None
+    """Instead of `steps`: passes over the data."""
     batch_size: PositiveInt = 8
     """Rows of one step, over all ranks and microbatches."""
-    num_microbatches: PositiveInt = 1
-    """Number of parts in which each rank processes its rows; more parts need less memory."""
+    num_microbatches: PositiveInt | Literal["auto"] = "auto"
+    """Number of parts in which each rank processes its rows; more parts need less memory. `auto` is 1 without a
+    pipeline, else the largest number up to 4 a stage that divides the rows and fits the schedule."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Decides the order of the data, dropout, and weights that are not loaded."""
     timeout_seconds: Annotated[float, Field(gt=0, lt=10**9)] = 600.0
@@ -204,6 +219,34 @@ def check_config(config: TrainConfig) -> list[Problem]:
         *_check_layout(config),
         *_check_checkpoint(config),
     ]
+
+
+def num_microbatches_of(config: TrainConfig, shape: MeshShape | None = None) -> int:
+    """Returns the number of microbatches of a step: where it is `auto`, one that fits the schedule and the rows.
+
+    Args:
+        shape: in place of the run's own layout.
+
+    Raises:
+        ConfigError: no number fits.
+    """
+    if config.num_microbatches != "auto":
+        return config.num_microbatches
+    shape = shape or MeshShape.parse(config.layout)
+    if shape.pp_size == 1:
+        return 1
+    fewest = fewest_microbatches(config.pipeline, shape)
+    num_rows = config.batch_size // shape.data_size
+    for number in sorted(range(fewest, num_rows + 1), key=lambda number: (number > 4 * shape.pp_size, -number)):
+        if num_rows % number == 0:
+            with suppress(ConfigError):  # an interleaved schedule takes some numbers only
+                schedule_for(config.pipeline, shape, number)
+                return number
+    raise ConfigError(
+        f"no number of microbatches from {fewest} on divides the {counted(num_rows, 'row')} of a rank",
+        why=f"{config.pipeline.schedule} on {shape} takes {fewest} or more",
+        fix=f"use a batch_size that is a multiple of {fewest * shape.data_size}",
+    )
 
 
 def lr_factor(schedule: ScheduleConfig, *, step: int, num_steps: int) -> float:
@@ -241,6 +284,10 @@ def _check_sources(config: TrainConfig) -> Iterator[Problem]:
 
 def _check_optimizer(config: TrainConfig) -> Iterator[Problem]:
     schedule = config.optimizer.schedule
+    if config.epochs is not None:
+        if config.steps != TrainConfig.steps:
+            yield Problem("epochs", f"is {config.epochs}, and steps is {config.steps}", "give one of them")
+        return  # the number of steps is known when the data is
     for key in {"lr", "weight_decay"} & config.optimizer.options.keys():
         yield Problem(f"optimizer.options.{key}", f"is in the wrong place: it is optimizer.{key}")
     if schedule.warmup_steps > config.steps:
@@ -265,12 +312,13 @@ def _check_layout(config: TrainConfig) -> Iterator[Problem]:
     yield from _check_pipeline(config, shape)
     if config.fsdp != FsdpPolicy() and shape.data_size == 1:
         yield Problem("fsdp", f"configures the fsdp and ddp axes; the layout is {shape}")
-    parts = shape.data_size * config.num_microbatches
+    number = 1 if config.num_microbatches == "auto" else config.num_microbatches
+    parts = shape.data_size * number
     if config.batch_size % parts:
         yield Problem(
             "batch_size",
             f"is {config.batch_size}, which does not divide into {counted(shape.data_size, 'data-parallel part')} "
-            f"of {counted(config.num_microbatches, 'microbatch')}",
+            f"of {counted(number, 'microbatch')}",
             f"use a multiple of {parts}",
         )
     if config.sequence_parallel and shape.tp_size == 1:
@@ -296,6 +344,6 @@ def _check_pipeline(config: TrainConfig, shape: MeshShape) -> Iterator[Problem]:
         yield Problem("pipeline", str(error))
         return
     try:
-        schedule_for(chosen, shape, config.num_microbatches)
+        schedule_for(chosen, shape, num_microbatches_of(config))
     except ConfigError as error:
-        yield Problem("num_microbatches", str(error))
+        yield Problem("batch_size" if config.num_microbatches == "auto" else "num_microbatches", str(error))
