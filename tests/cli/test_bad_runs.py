@@ -188,19 +188,24 @@ CASES = {
     "export: not empty": (None, ["export=corpus"], ["export: the directory corpus is not empty"]),
     "model: t5": (
         part(write_as, "t5", architectures=["T5ForConditionalGeneration"]),
-        [],
-        ["model.path: a model of type 't5'", "trains causal language models"],
+        ["model.tokenizer=tokenizer"],
+        ["data: no file below corpus matches **/*.jsonl", "it holds .txt"],
     ),
     "model: vit": (
         part(write_as, "vit", architectures=["ViTForImageClassification"]),
         [],
-        ["model.path: a model of type 'vit'", "shardwise.TrainStep"],
+        ["AutoImageProcessor cannot load from 'model'", "preprocessor_config.json"],
+    ),
+    "model: of no task": (
+        part(write_as, "clip", architectures=["CLIPModel"]),
+        [],
+        ["model.path: a model of type 'clip'", "knows no task of a CLIPModel", "shardwise.TrainStep"],
     ),
     "model: vit without a class": (part(write_as, "vit", architectures=None), [], ["no class is known for a model of"]),
     "model: a classifier": (
         with_head,
         [],
-        ["model.path: a model of type", "this one is a LlamaForSequenceClassification"],
+        ["data: no file below corpus matches **/*.jsonl", "it holds .txt"],
     ),
     "data: nothing but an empty file": (
         lambda: Path("corpus/a.txt").write_text(""),

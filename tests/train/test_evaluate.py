@@ -37,7 +37,7 @@ def evaluate(mesh, max_batches):
         data_rank=mesh.data_rank,
         data_size=mesh.data_size,
     )
-    loss = build_evaluation(model, mesh, read)()
+    loss = build_evaluation(model, mesh, read)()["loss"]
     assert [module.training for module in model.modules()] == modes, "evaluation changed a mode"
     return loss
 

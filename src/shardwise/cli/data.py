@@ -17,7 +17,7 @@ from shardwise.cli.config_file import Problems
 from shardwise.cli.launch import local_rank
 from shardwise.comm.agree import agree_on, run_on_local_rank_0
 from shardwise.comm.collectives import Group
-from shardwise.data.config import DataConfig, SourceConfig, held_out, patterns_of, rows_of, sources_of
+from shardwise.data.config import RECORD_PATTERNS, DataConfig, SourceConfig, held_out, patterns_of, rows_of, sources_of
 from shardwise.data.corpus import DataSource, Encoder, dataset_source, digest, file_source, find_files
 from shardwise.data.documents import (
     Document,
@@ -32,6 +32,7 @@ from shardwise.data.documents import (
 )
 from shardwise.data.examples import build_example_encoder, encode_examples, start_tokens
 from shardwise.data.rows import DocumentMasking, DocumentRows, MixedRows, Rows, StreamRows
+from shardwise.data.tasks import MaskedRows
 from shardwise.errors import ConfigError, LoadError, counted, did_you_mean, one_line
 from shardwise.train.run_config import Problem, TrainConfig
 from shardwise.weights.locate import locate_source
@@ -50,11 +51,13 @@ def prepare_rows(
     group: Group | None,
     apart: DocumentMasking,
     dtype: torch.dtype,
+    masks: bool,
 ) -> Rows:
     """Returns the rows of `data`, tokenized by one rank of each machine unless a cache exists.
 
     Args:
         apart: how documents of packed or padded rows are separated.
+        masks: whether tokens are masked and learned, for a masked language model.
 
     Communicates: like `run_on_local_rank_0` and `agree_on`.
     """
@@ -88,7 +91,10 @@ def prepare_rows(
         ]
         parts = [make(read_documents(path)) for path in found]
         weights = [source.weight for source in data.sources]
-        rows = MixedRows(parts, weights) if data.sources else parts[0]
+        rows: Rows = MixedRows(parts, weights) if data.sources else parts[0]
+        if masks:
+            kept, mask = tokenizer.all_special_ids, tokenizer.mask_token_id
+            rows = MaskedRows(rows, mask=mask, num_tokens=len(tokenizer), kept=kept, seed=config.seed)
         return rows, {f"the {key} of the rows": str(value) for key, value in rows.identity().items()}
 
     def make(documents: Documents) -> StreamRows | DocumentRows:
@@ -99,7 +105,7 @@ def prepare_rows(
             seq_length=data.seq_length,
             too_long=data.too_long,
             apart=apart,
-            padding=int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id),
+            padding=build_encoder(tokenizer).separator if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
             dtype=dtype,
         )
 
@@ -184,6 +190,13 @@ def open_records(source: SourceConfig, files: Sequence[Path] = ()) -> DataSource
     return file_records(files) if files else dataset_records(**_open_dataset(source))
 
 
+def read_records(source: SourceConfig) -> tuple[Sequence[Record], str]:
+    """Returns all records of a source, in memory, and a fingerprint that changes with them."""
+    files = find_files(Path(source.path), RECORD_PATTERNS) if source.path is not None else ()
+    opened = open_records(source, files)
+    return list(opened.read(lambda done: None)), opened.fingerprint
+
+
 def import_datasets(config: SourceConfig) -> Any:
     """Returns the library that opens `config.dataset`. Raises `ConfigError` if it is not installed."""
     try:
@@ -263,7 +276,8 @@ def read_tokenizer(place: str, *, option: str) -> Any:
 
 def build_encoder(tokenizer: Any) -> Encoder:
     """Returns the `Encoder` of `tokenizer`. Raises `ConfigError` if the tokenizer has no end token."""
-    if tokenizer.eos_token_id is None:
+    end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    if end is None:
         raise ConfigError(
             "the tokenizer has no end-of-sequence token",
             why="it separates the documents that share a row",
@@ -279,9 +293,4 @@ def build_encoder(tokenizer: Any) -> Encoder:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     fingerprint = digest(f"{type(tokenizer).__name__} {rules}")
-    return Encoder(
-        encode=encode,
-        separator=int(tokenizer.eos_token_id),
-        fingerprint=fingerprint,
-        start=tuple(start_tokens(tokenizer)),
-    )
+    return Encoder(encode=encode, separator=int(end), fingerprint=fingerprint, start=tuple(start_tokens(tokenizer)))

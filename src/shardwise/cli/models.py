@@ -5,7 +5,6 @@ import logging
 from typing import Any
 
 import torch
-import transformers
 
 from shardwise.api.building import load_by_spec
 from shardwise.api.describing import Rehearsal
@@ -14,13 +13,16 @@ from shardwise.checkpoint.manifest import StoredParts
 from shardwise.cli.config_file import Problems, config_error
 from shardwise.cli.data import build_encoder, check_records, load_tokenizer
 from shardwise.cli.inputs import adapter_of, check_place, compilation_of, find_optimizer
-from shardwise.data.config import DataConfig, held_out, rows_of
+from shardwise.cli.metrics import check_metrics
+from shardwise.cli.tasks import class_of, class_to_probe, example_rows, find_task, load_options, open_tools
+from shardwise.data.config import DataConfig, held_out, rows_of, sources_of
 from shardwise.data.rows import DocumentMasking
-from shardwise.errors import ConfigError, ShardwiseError, UnsupportedError, did_you_mean, one_line
+from shardwise.data.tasks import TASKS
+from shardwise.errors import ConfigError, ShardwiseError, did_you_mean, one_line
 from shardwise.loss.label_use import check_label_use
 from shardwise.mesh import Mesh
 from shardwise.optim.optimizer import build_optimizer
-from shardwise.parallel.build import model_class_of, num_positions, read_config
+from shardwise.parallel.build import num_positions, read_config
 from shardwise.plan.options import ParallelSpec, Precision
 from shardwise.probe.label_use import probe_document_masking
 from shardwise.topology.shape import MeshShape
@@ -37,18 +39,22 @@ def build_model(
     model_config: Any,
     spec: ParallelSpec,
     *,
-    num_tokens: int,
+    num_tokens: int | None,
     checkpoint: StoredParts | None = None,
 ) -> torch.nn.Module:
     """Returns the split model on `mesh`: loaded from `model.path`, or new with weights drawn from the seed.
 
     Args:
-        num_tokens: vocabulary size of the tokenizer.
+        num_tokens: vocabulary size of the tokenizer; None: there is none.
         checkpoint: of the run that resumes; its values replace those of `model.path`.
     """
     source = config.model
     if problems := _check_fit(model_config, config, num_tokens):
         raise config_error("the configuration", problems)
+    options: dict[str, Any] = {"allow_missing": source.allow_missing, "allow_unused": source.allow_unused}
+    if source.path is not None and source.task is not None:
+        labels = {name: getattr(model_config, name) for name in ("id2label", "label2id", "problem_type")}
+        options |= load_options(config, model_config) | {key: value for key, value in labels.items() if value}
     model: torch.nn.Module = load_by_spec(
         model_config if source.path is None else source.path,
         mesh,
@@ -58,19 +64,19 @@ def build_model(
         seed=config.seed,
         adapter=adapter_of(config),
         checkpoint=checkpoint,
-        options={"allow_missing": source.allow_missing, "allow_unused": source.allow_unused},
+        options=options,
     )
     return model
 
 
-def find_run_apart(data: DataConfig, model_config: Any) -> DocumentMasking:
+def find_run_apart(data: DataConfig, model_config: Any, auto_class: Any) -> DocumentMasking:
     """Returns how documents in a row are kept from attending to each other. Raises `UnsupportedError` if it is
     impossible.
     """
     kind = rows_of(data)
     if kind == "stream":
         return "padded without mask"  # a document sees those before it
-    return probe_document_masking(model_config, transformers.AutoModelForCausalLM, packed=kind == "packed")
+    return probe_document_masking(model_config, auto_class, packed=kind == "packed")
 
 
 def spec_of(config: TrainConfig, device: torch.device | None = None) -> ParallelSpec:
@@ -93,44 +99,35 @@ def spec_of(config: TrainConfig, device: torch.device | None = None) -> Parallel
 def check_model(config: TrainConfig) -> list[Problem]:
     """Returns the problems of model, tokenizer, rows, layout, adapter and optimizer together. Reads no weights."""
     problems = Problems()
-    with problems.of("model.path"):
-        if config.model.path is not None:  # before the tokenizer, which may be missing because there is no model
-            _check_task(read_config(config.model.path, {})[0], config)
+    with problems.of("model.path" if config.model.path is not None else "model"):
+        task = find_task(config)  # before the tokenizer, which may be missing because there is no model
     if problems:
         return problems
+    with problems.of("evaluation.metric"):
+        check_metrics(config, TASKS[task])
     with problems.of("model.tokenizer"):
-        tokenizer = load_tokenizer(config)
-        build_encoder(tokenizer)
+        tokenizer = load_tokenizer(config) if "tokenizer" in TASKS[task].needs else None
+        if TASKS[task].encode is None:
+            build_encoder(tokenizer)
     if problems:
         return problems
     with problems.of("model"):
         model_config = read_model_config(config, tokenizer)
-        _check_task(model_config, config)
     if problems:
         return problems
-    problems += check_records(config, tokenizer)
-    read = [config.data, *([held_out(config.data, config.evaluation)] if config.evaluation.path else [])]
-    for data in {rows_of(data): data for data in read}.values():
-        with problems.of("data.rows"):
-            find_run_apart(data, model_config)
-    return [*problems, *_check_fit(model_config, config, len(tokenizer)), *_rehearse(config, model_config)]
-
-
-def class_of(config: TrainConfig) -> Any:
-    """Returns the `auto_class` argument of `load`. With `model.allow_missing` a new head is trained on the checkpoint's
-    body; otherwise the checkpoint names the class.
-    """
-    return transformers.AutoModelForCausalLM if config.model.allow_missing else None
-
-
-def _check_task(model_config: Any, config: TrainConfig) -> None:
-    chosen = class_of(config) or model_class_of(model_config)
-    if chosen is not transformers.AutoModelForCausalLM:
-        raise UnsupportedError(
-            f"a model of type {model_config.model_type!r}",
-            why=f"shardwise train trains causal language models, and this one is a {chosen.__name__}",
-            fix="train it in Python, with shardwise.load and shardwise.TrainStep",
-        )
+    if TASKS[task].encode is None:
+        problems += check_records(config, tokenizer)
+        read = [config.data, *([held_out(config.data, config.evaluation)] if config.evaluation.path else [])]
+        for data in {rows_of(data): data for data in read}.values():
+            with problems.of("data.rows"):
+                find_run_apart(data, model_config, class_to_probe(config))
+    else:
+        with problems.of("data"):
+            tools, model_config = open_tools(config, model_config, tokenizer)
+            rows = example_rows(sources_of(config.data), TASKS[task], tools)
+            rows.read([0, rows.num_rows - 1], width=0)
+    num_tokens = len(tokenizer) if tokenizer is not None else None
+    return [*problems, *_check_fit(model_config, config, num_tokens), *_rehearse(config, model_config)]
 
 
 def _rehearse(config: TrainConfig, model_config: Any) -> list[Problem]:
@@ -188,14 +185,16 @@ def make_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.opt
 def read_model_config(config: TrainConfig, tokenizer: Any) -> Any:
     """Returns the model's transformers config. A new model gets the tokenizer's vocabulary size and special tokens."""
     source = config.model.path or config.model.config
-    if isinstance(source, dict):
+    if isinstance(source, dict) and tokenizer is not None:
         names = {"vocab_size": len(tokenizer), **{name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}}
         source = names | source
     return read_config(source or {}, {})[0]
 
 
-def _check_fit(model_config: Any, config: TrainConfig, num_tokens: int) -> list[Problem]:
-    problems = []
+def _check_fit(model_config: Any, config: TrainConfig, num_tokens: int | None) -> list[Problem]:
+    problems: list[Problem] = []
+    if num_tokens is None:
+        return problems
     vocab_size = getattr(model_config.get_text_config(), "vocab_size", None)
     if vocab_size is not None and num_tokens > vocab_size:
         what = f"has {num_tokens:,} tokens, the model only {vocab_size:,}"

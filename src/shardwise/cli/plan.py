@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         _check_timeline(arguments.timeline, shape)
     from shardwise.api.describing import describe  # torch and transformers are slow to import
     from shardwise.cli.inputs import adapter_of
-    from shardwise.cli.models import class_of
+    from shardwise.cli.tasks import class_of
 
     auto_class, batch, num_microbatches, adapter = None, None, None, arguments.adapter
     if config is not None:

@@ -24,13 +24,15 @@ from shardwise.checkpoint.load import LoadTarget, open_on_all_ranks
 from shardwise.checkpoint.manifest import StoredParts
 from shardwise.checkpoint.store import clean, find_tags, lock
 from shardwise.checkpoint.writer import as_load_error
+from shardwise.cli.metrics import LOWER_IS_BETTER
 from shardwise.comm.agree import gather_from_all, raise_on_all_ranks
 from shardwise.comm.collectives import all_reduce_, host_device
 from shardwise.data.ahead import PackedBatches, PrefetchLoader
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, counted
 from shardwise.mesh import Mesh
 from shardwise.parameters.registry import registry_of
 from shardwise.ranks.rank import ENDING
+from shardwise.train.loop import StepRecord
 from shardwise.train.run_config import CheckpointConfig, TrainConfig
 
 _VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
@@ -135,6 +137,48 @@ class RunCheckpoints:
                 join_saves(self._mesh)
         finally:
             self._restore_handlers()
+
+
+class BestStep:
+    """The best step by a metric of the held-out data, kept as a checkpoint of the model in `checkpoint.dir`/best.
+
+    The values are the same on every rank.
+    """
+
+    def __init__(self, config: TrainConfig, model: torch.nn.Module, console: Console) -> None:
+        self._metric, self._patience = config.evaluation.metric, config.evaluation.patience
+        self._model, self._console = model, console
+        kept = Path(config.checkpoint.dir or ".") / "best"
+        self._directory = kept if config.checkpoint.best else None
+        self._value: float | None = None
+        self._num_worse = 0
+        if config.checkpoint.best and kept.is_dir() and find_tags(kept):
+            self._value = load_checkpoint(kept)["value"]
+
+    def after_evaluation(self, record: StepRecord) -> bool:
+        """Keeps the step if it is the best so far; returns whether the run should end.
+
+        Communicates: what a save does.
+        """
+        numbers = {name.removeprefix("eval_"): value for name, value in record.numbers().items() if "eval_" in name}
+        value, is_lower_better = numbers[self._metric], self._metric in LOWER_IS_BETTER
+        if self._value is not None and (value >= self._value if is_lower_better else value <= self._value):
+            self._num_worse += 1
+            ends = self._patience is not None and self._num_worse >= self._patience
+            if ends:
+                self._console.print(f"{self._metric} was better {counted(self._num_worse, 'evaluation')} ago: it ends")
+            return ends
+        self._value, self._num_worse = value, 0
+        if self._directory is not None:
+            extra = {"step": record.step, "value": value}
+            save_checkpoint(self._directory, model=self._model, extra=extra, keep_last=1, tag=f"step-{record.step}")
+        return False
+
+    def restore(self) -> None:
+        """Gives the model the weights of the best step. Communicates: what loading a checkpoint does."""
+        if self._directory is not None and self._value is not None:
+            extra = load_checkpoint(self._directory, model=self._model)
+            self._console.print(f"best    step {extra['step']:,}, {self._metric} {extra['value']:.4f}")
 
 
 @dataclass(frozen=True)

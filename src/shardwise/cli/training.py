@@ -23,12 +23,16 @@ from shardwise.checkpoint.export import export_bytes
 from shardwise.cli.config_file import config_error, dump_config, flat_config
 from shardwise.cli.data import load_tokenizer, prepare_rows
 from shardwise.cli.inputs import check_outputs, check_place, export_mode, find_callback, find_tracker, read_data_state
+from shardwise.cli.metrics import ExampleMetrics, check_metrics
 from shardwise.cli.models import build_model, find_run_apart, make_optimizer, read_model_config, spec_of
-from shardwise.cli.run_checkpoints import RunCheckpoints, describe_run, find_saved_run
-from shardwise.comm.agree import gather_from_all, raise_on_all_ranks
+from shardwise.cli.run_checkpoints import BestStep, RunCheckpoints, describe_run, find_saved_run
+from shardwise.cli.tasks import example_rows, find_task, open_tools
+from shardwise.comm.agree import agree_on, gather_from_all, raise_on_all_ranks
 from shardwise.data.ahead import PackedBatches, PrefetchLoader
-from shardwise.data.config import DataConfig, held_out
+from shardwise.data.batch import counts_rows
+from shardwise.data.config import DataConfig, held_out, sources_of
 from shardwise.data.rows import DocumentMasking, Rows
+from shardwise.data.tasks import TASKS, ExampleRows, Task, Tools
 from shardwise.errors import LoadError, ShardwiseError, counted
 from shardwise.mesh import Mesh
 from shardwise.optim.clip import clip_grad_norm_
@@ -74,8 +78,7 @@ class JsonlLog:
 
     def report(self, record: StepRecord) -> None:
         """Writes the record."""
-        values = {name: value for name, value in dataclasses.asdict(record).items() if value is not None}
-        self._file.write(json.dumps(values) + "\n")
+        self._file.write(json.dumps(record.numbers()) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -142,10 +145,10 @@ class TrackerLog:
 
 def _curves(record: StepRecord) -> dict[str, float]:
     """Returns the record's numbers as `train/...` and `eval/...`."""
-    found = {name: value for name, value in dataclasses.asdict(record).items() if name != "step" and value is not None}
     return {
         f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": value
-        for name, value in found.items()
+        for name, value in record.numbers().items()
+        if name != "step"
     }
 
 
@@ -189,7 +192,8 @@ class Screen:
                 f"grad {record.grad_norm:.3f}  {rest}"
             )
         if record.eval_loss is not None:
-            held_out = f"loss {record.eval_loss:.4f}  perplexity {record.eval_perplexity:,.2f}"
+            numbers = {name: value for name, value in record.numbers().items() if name.startswith("eval_")}
+            held_out = "  ".join(f"{name.removeprefix('eval_')} {value:,.4f}" for name, value in numbers.items())
             self._console.print(f"held out, step {record.step}: {held_out}")
 
     def close(self) -> None:
@@ -224,7 +228,7 @@ def train(config: TrainConfig) -> StepRecord | None:
             mesh,
             run.model_config,
             run.spec,
-            num_tokens=len(run.tokenizer),
+            num_tokens=None if run.tokenizer is None else len(run.tokenizer),
             checkpoint=None if saved is None else saved.stored,
         ).train()
         torch.manual_seed(config.seed + mesh.data_rank)  # of dropout: ranks with the same rows draw the same
@@ -237,6 +241,8 @@ def train(config: TrainConfig) -> StepRecord | None:
                 check_place(config.export, num_bytes=export_bytes(model))
             reporters = run.open_reporters(open_logs, batches.rows.notes(), num_done=num_done if saved else None)
         run.print_head(model, batches, num_done)
+        best = BestStep(config, model, run.console)
+        parts = dataclasses.replace(parts, after_evaluation=best.after_evaluation)
         with RunCheckpoints(config.checkpoint, model, optimizer, batches=ahead, run=settings) as checkpoints:
             record = run_loop(
                 parts,
@@ -250,6 +256,7 @@ def train(config: TrainConfig) -> StepRecord | None:
             )
         open_logs.close()  # the progress bar ends before anything else is printed
         if checkpoints.ended_by is None:
+            best.restore()
             run.finish(model, ahead)
         elif record is not None:
             run.console.print(f"saved after step {record.step:,}; the same command continues from there")
@@ -264,13 +271,17 @@ class _Run:
 
     Attributes:
         console: prints on rank 0 only.
+        tokenizer: None where the task needs none.
+        tools: of a task whose examples are encoded when they are read; None for text.
         spec: options of the run on this rank's device.
     """
 
     config: TrainConfig
     mesh: Mesh
     console: Console
+    task: Task
     tokenizer: Any
+    tools: Tools | None
     model_config: Any
     spec: ParallelSpec
 
@@ -293,15 +304,43 @@ class _Run:
 
         Communicates: how documents in a row are separated, from rank 0 to all; what `prepare_rows` does.
         """
+        if self.tools is not None:
+            return self.read_examples(data, self.tools)
 
         def find() -> DocumentMasking | None:
-            return find_run_apart(data, self.model_config) if self.mesh.rank == 0 else None
+            if self.mesh.rank != 0:
+                return None
+            return find_run_apart(data, self.model_config, getattr(transformers, self.task.auto_class))
 
         group, precision = self.mesh.group(), self.spec.precision
         apart = gather_from_all(group, "finding how documents in a row are separated", find)[0]
         assert apart is not None, "rank 0 has found it"
         dtype = getattr(torch, precision.compute) if precision is not None else torch.float32
-        return prepare_rows(self.config, data, self.tokenizer, self.console, group=group, apart=apart, dtype=dtype)
+        return prepare_rows(
+            self.config,
+            data,
+            self.tokenizer,
+            self.console,
+            group=group,
+            apart=apart,
+            dtype=dtype,
+            masks=self.task is TASKS["masked-lm"],
+        )
+
+    def read_examples(self, data: DataConfig, tools: Tools) -> Rows:
+        """Returns the rows of a task whose examples are encoded when they are read."""
+
+        def read() -> tuple[ExampleRows, dict[str, str]]:
+            rows = example_rows(sources_of(data), self.task, tools)
+            return rows, {f"the {key} of the rows": str(value) for key, value in rows.identity().items()}
+
+        return agree_on(
+            self.mesh.group(),
+            read,
+            doing="reading the data",
+            what="the ranks read different data",
+            fix="give every machine the same files, or a directory that all of them share",
+        )
 
     def build_components(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: PrefetchLoader, *, num_done: int
@@ -316,8 +355,13 @@ class _Run:
                 max_batches=config.evaluation.max_batches,
                 data_rank=mesh.data_rank,
                 data_size=mesh.data_size,
+                counts_rows=counts_rows(find_model(model)),
             )
-            evaluate = build_evaluation(model, mesh, held_out_batches)
+            observer = None
+            if self.tools is not None and self.task.metrics:
+                limit = config.evaluation.max_new_tokens
+                observer = ExampleMetrics(self.task, self.tools, model, mesh, max_new_tokens=limit)
+            evaluate = build_evaluation(model, mesh, held_out_batches, observer)
         skips = config.precision.nonfinite == "skip" or config.precision.compute == "float16"
         step = TrainStep(model, mesh, num_microbatches=num_microbatches_of(config))
         return TrainingComponents(
@@ -368,10 +412,13 @@ class _Run:
         size = f"{counted(config.steps, 'step')} of {counted(config.batch_size, 'row')}"
         done = f": step {num_done:,} is done, nothing is left to train" if num_done >= config.steps else ""
         name = type(find_model(model)).__name__
+        amount = f"{rows.num_tokens:,} tokens, {counted(rows.num_rows, 'row')} of {rows.seq_length:,}"
+        if self.tools is not None:
+            amount = counted(rows.num_rows, "example")
         lines = [
             f"model   {name}, {num_full:,} parameters ({num_local:,} on rank 0), {config.model.dtype}",
             f"layout  {config.layout}{', sequence parallel' if config.sequence_parallel else ''}",
-            f"data    {rows.num_tokens:,} tokens, {counted(rows.num_rows, 'row')} of {rows.seq_length:,}{notes}",
+            f"data    {amount}{notes}",
             f"run     {size} ({passes:.2g} passes over the data){done}",
             f"logs    {Path(config.log.dir) / 'train.jsonl'}",
         ]
@@ -393,7 +440,13 @@ class _Run:
 
     def export(self, model: torch.nn.Module, directory: str) -> None:
         """Exports the model to `directory`, or beside the log if that fails, so that no weights are lost."""
-        export = functools.partial(export_pretrained, model, tokenizer=self.tokenizer, adapter=export_mode(self.config))
+
+        def export(place: str | Path) -> None:
+            export_pretrained(model, place, tokenizer=self.tokenizer, adapter=export_mode(self.config))
+            for processor in (self.tools.images, self.tools.audio, self.tools.processor) if self.tools else ():
+                if processor is not None and self.mesh.rank == 0:
+                    processor.save_pretrained(place)
+
         try:
             export(directory)
         except Exception as error:
@@ -428,13 +481,20 @@ def _read(config: TrainConfig, mesh: Mesh) -> _Run:
     with raise_on_all_ranks(mesh.group(), "checking the directories to write to"):
         if mesh.rank == 0 and (problems := check_outputs(config)):
             raise config_error("the configuration", problems)
-    tokenizer = load_tokenizer(config)
+    task = TASKS[find_task(config)]
+    check_metrics(config, task)
+    tokenizer = load_tokenizer(config) if "tokenizer" in task.needs else None
+    model_config, tools = read_model_config(config, tokenizer), None
+    if task.encode is not None:
+        tools, model_config = open_tools(config, model_config, tokenizer)
     return _Run(
         config=config,
         mesh=mesh,
         console=Console(quiet=mesh.rank != 0, highlight=False, soft_wrap=True),
+        task=task,
         tokenizer=tokenizer,
-        model_config=read_model_config(config, tokenizer),
+        tools=tools,
+        model_config=model_config,
         spec=spec_of(config, mesh.device),
     )
 

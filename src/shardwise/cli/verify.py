@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     model, shape, spec, config = find_target(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores
     from shardwise.api.verifying import verify  # torch and transformers are slow to import
-    from shardwise.cli.models import class_of
+    from shardwise.cli.tasks import class_of
 
     auto_class, num_microbatches = (
         (None, None) if config is None else (class_of(config), num_microbatches_of(config, shape))

@@ -48,7 +48,7 @@ class PackedBatches:
         first = self.num_batches_read * self.batch_size
         batch = [self._row(place) for place in range(first, first + self.batch_size)]
         self.num_batches_read += 1
-        return self.rows.read(batch[self._share], width=self.rows.width(batch))
+        return self.rows.read(batch[self._share], width=self.rows.width(batch), turn=self.num_batches_read)
 
     def state_dict(self) -> dict[str, int]:
         """Returns the position of the stream, the same on every rank."""

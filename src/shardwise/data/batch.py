@@ -102,7 +102,7 @@ Weight = float | Tensor  # the share of a microbatch's targets, likewise
 
 IGNORED = -100  # the label that transformers' losses leave out
 
-_SPANS = ("start_positions", "end_positions")
+SPANS = ("start_positions", "end_positions")
 
 _SHARED = ("position_ids", "cache_position")  # inputs that may have one row for all rows of the batch
 
@@ -155,7 +155,7 @@ def check_rows(num_rows: int, num_microbatches: int) -> None:
 def target_names(model: nn.Module) -> tuple[str, ...]:
     """Returns the arguments of the model's forward from which it computes a loss; `labels` first."""
     names = inspect.signature(find_model(model).forward).parameters
-    found = [name for name in names if "label" in name or name in _SPANS]
+    found = [name for name in names if "label" in name or name in SPANS]
     return ("labels", *(name for name in found if name != "labels"))
 
 
@@ -231,10 +231,10 @@ def _is_on_host(value: Tensor) -> bool:
 def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> int | Tensor | None:
     """Counts like `count_targets`, on the labels' device; None if the batch has no targets."""
     labels = batch.get("labels")
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or _counts_rows(find_model(model)):
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or counts_rows(find_model(model)):
         targets = {name: batch[name] for name in target_names(model) if isinstance(batch.get(name), Tensor)}
         first = next((name for name, target in targets.items() if target.ndim), None)
-        if first in _SPANS and not targets[first].is_floating_point():
+        if first in SPANS and not targets[first].is_floating_point():
             return _count_others(first, batch)
         return None if first is None else targets[first].shape[0]
     if isinstance(shifted := batch.get("shift_labels"), Tensor):  # of which the loss is computed instead
@@ -244,8 +244,8 @@ def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> int | Tensor | Non
     return (labels != IGNORED).sum()
 
 
-def _counts_rows(model: Any) -> bool:
-    """Whether the loss is a mean over rows: CTC, or floating-point labels, decided like transformers' losses do."""
+def counts_rows(model: Any) -> bool:
+    """Returns whether the loss is a mean over rows: CTC, or floating-point labels, as transformers' losses decide."""
     config = getattr(model, "config", None)
     if getattr(model, "loss_type", None) == "ForCTC":
         return True
@@ -363,9 +363,9 @@ class TargetWeights:
 
 def make_up_targets(batch: Mapping[str, Any]) -> dict[str, Tensor]:
     """Returns the targets for a batch that has none. They avoid a mean of 0/0 and get weight 0."""
-    found = {name: batch[name] for name in ("labels", "shift_labels", *_SPANS) if isinstance(batch.get(name), Tensor)}
+    found = {name: batch[name] for name in ("labels", "shift_labels", *SPANS) if isinstance(batch.get(name), Tensor)}
     return {
-        name: value.clamp(max=_length(batch) - 1) if name in _SPANS else value.clamp(min=0)
+        name: value.clamp(max=_length(batch) - 1) if name in SPANS else value.clamp(min=0)
         for name, value in found.items()
         if not value.is_floating_point()
     }
@@ -375,7 +375,7 @@ def _count_others(name: str, batch: Mapping[str, Any]) -> int | Tensor:
     """Targets of an argument other than `labels` that the loss counts: spans inside the sequence, rows of numbers."""
     if batch[name].is_floating_point():
         return batch[name].shape[0]
-    return (batch[name] < _length(batch) if name in _SPANS else batch[name] != IGNORED).sum()
+    return (batch[name] < _length(batch) if name in SPANS else batch[name] != IGNORED).sum()
 
 
 def _length(batch: Mapping[str, Any]) -> int:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
@@ -14,6 +14,19 @@ RECORD_PATTERNS = tuple(f"**/*{suffix}" for suffix in TABLES if suffix != ".json
 Place = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 """Where files are; no shell has read a `~` in it."""
 Format = Literal["text", "prompt", "chat"]
+TaskName = Literal[
+    "causal-lm",
+    "masked-lm",
+    "seq2seq-lm",
+    "sequence-classification",
+    "token-classification",
+    "question-answering",
+    "image-classification",
+    "audio-classification",
+    "speech-seq2seq",
+    "ctc",
+    "image-text-to-text",
+]
 
 
 @dataclass(frozen=True)
@@ -68,6 +81,10 @@ class SourceConfig:
     """Write a prompt and its response as messages of user and assistant, with the chat template."""
     learn: Literal["all", "last"] = "all"
     """Whether all messages of the assistant are trained on, or the last one of a conversation."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Of tasks other than language models: where a record holds what, such as `{text: sentence, label: stars}`. The
+    names are text (and text_pair) and label; tokens and tags; question, context and answers; image or audio and label;
+    audio and text; messages and images; prompt and response."""
     include: tuple[str, ...] | None = None
     """Which files of a directory are read, as glob patterns below it; by default tables but .json; of `text`
     .txt, .md, .rst, .py, .jsonl and .parquet."""
@@ -115,6 +132,12 @@ class EvaluationConfig:
     """Steps between evaluations; the last step is always followed by one."""
     max_batches: PositiveInt = 50
     """Most batches of one evaluation, of `batch_size` rows each."""
+    max_new_tokens: PositiveInt = 64
+    """Tokens that are generated for each row where texts are compared (ROUGE, word error rate)."""
+    metric: str = "loss"
+    """What tells which step is the best: loss, perplexity, accuracy, f1, exact_match, rougeL, ..., wer or mse."""
+    patience: PositiveInt | None = None
+    """Ends the run after N evaluations that were no better than the best before them."""
 
 
 def rows_of(data: DataConfig) -> Literal["stream", "packed", "padded"]:
@@ -172,7 +195,7 @@ def check_data(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[Probl
     """Yields every error that the values show."""
     if data.sources:
         for each in fields(SourceConfig):
-            if getattr(data, each.name) != each.default:
+            if getattr(data, each.name) != (each.default if each.name != "columns" else {}):
                 yield Problem(f"data.{each.name}", "is a key of each source where there are data.sources")
     for number, source in enumerate(sources_of(data)):
         key = f"data.sources[{number}]" if data.sources else "data"

@@ -118,7 +118,7 @@ class _PlainPrompts:
 def start_tokens(tokenizer: Any) -> list[int]:
     """Returns the token that the tokenizer puts before every text, if there is one."""
     first = tokenizer("a")["input_ids"][:1]
-    return list(first) if first == [tokenizer.bos_token_id] else []
+    return list(first) if first and first[0] in (tokenizer.bos_token_id, tokenizer.cls_token_id) else []
 
 
 class _Conversations:

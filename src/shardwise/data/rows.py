@@ -12,7 +12,7 @@ import bisect
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -78,7 +78,7 @@ class StreamRows(_Rows):
         """Returns the number of tokens in a row of this batch: `seq_length`."""
         return self.seq_length
 
-    def read(self, rows: Sequence[int], *, width: int) -> dict[str, Tensor]:
+    def read(self, rows: Sequence[int], *, width: int, turn: int = 0) -> dict[str, Tensor]:
         """Returns `input_ids` and `labels`, which are equal: transformers' causal models shift labels."""
         read = [self.documents.read(row * self.seq_length, self.seq_length)[0] for row in rows]
         input_ids = torch.from_numpy(np.stack(read))
@@ -133,7 +133,7 @@ class DocumentRows(_Rows):
         longest = int(self._lengths[list(batch)].max())
         return min(self.seq_length, -(-longest // _WIDTH_STEP) * _WIDTH_STEP)
 
-    def read(self, rows: Sequence[int], *, width: int) -> dict[str, Tensor]:
+    def read(self, rows: Sequence[int], *, width: int, turn: int = 0) -> dict[str, Tensor]:
         """Returns `input_ids`, `labels` (-100 if not learned), and the inputs that keep documents apart.
 
         These are an `attention_mask` of padding, or `position_ids` and, if the model needs it, an additive
@@ -165,7 +165,7 @@ class MixedRows:
     A source with weight 2 has each of its rows twice; one with weight 0.5 has the first half of them.
     """
 
-    def __init__(self, parts: Sequence[StreamRows | DocumentRows], weights: Sequence[float]) -> None:
+    def __init__(self, parts: "Sequence[Rows]", weights: Sequence[float]) -> None:
         self.parts, self.weights = parts, weights
         self.num_tokens, self.seq_length = sum(part.num_tokens for part in parts), parts[0].seq_length
         numbers = [max(1, round(part.num_rows * weight)) for part, weight in zip(parts, weights, strict=True)]
@@ -183,15 +183,15 @@ class MixedRows:
         places = [self._place(row) for row in batch]
         return max(self.parts[part].width([row]) for part, row in places)
 
-    def read(self, rows: Sequence[int], *, width: int) -> dict[str, Tensor]:
+    def read(self, rows: Sequence[int], *, width: int, turn: int = 0) -> dict[str, Tensor]:
         """Returns the rows like the parts do."""
         places = [self._place(row) for row in rows]
-        read = [self.parts[part].read([row], width=width) for part, row in places]
+        read = [self.parts[part].read([row], width=width, turn=turn) for part, row in places]
         return {name: torch.cat([each[name] for each in read]) for name in read[0]}
 
     def identity(self) -> dict[str, int]:
         """Returns the counts, row length, and the checksum of all documents."""
-        checksum = zlib.crc32(repr([(part.documents.checksum, part.kind) for part in self.parts]).encode())
+        checksum = zlib.crc32(repr([part.identity() for part in self.parts]).encode())
         return {"num_tokens": self.num_tokens, "seq_length": self.seq_length, "checksum": checksum} | {
             "num_rows": self.num_rows
         }
@@ -205,10 +205,32 @@ class MixedRows:
         return ", ".join(filter(None, (part.notes() for part in self.parts)))
 
 
-Rows = StreamRows | DocumentRows | MixedRows
-"""Rows of a data set, by number. `read` gives rows as the model's inputs and labels, int64 [len(rows), width], where
-`width` says how wide those of a global batch are; `identity` tells rows from others, and `describe` says as JSON what
-must be the same when a run goes on."""
+class Rows(Protocol):
+    """Rows of a data set, by number."""
+
+    num_rows: int
+    num_tokens: int
+    seq_length: int
+
+    def width(self, batch: Sequence[int]) -> int:
+        """Returns the number of tokens in a row of a global batch."""
+        ...
+
+    def read(self, rows: Sequence[int], *, width: int, turn: int = 0) -> dict[str, Tensor]:
+        """Returns rows of batch number `turn` as the model's inputs and labels; of text int64 [len(rows), width]."""
+        ...
+
+    def identity(self) -> dict[str, int]:
+        """Returns numbers that tell these rows from others."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Returns as JSON what must be the same when a run goes on."""
+        ...
+
+    def notes(self) -> str:
+        """Says how many documents were cut or dropped."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.collectives import all_reduce_
 from shardwise.data.ahead import PrefetchLoader, send
-from shardwise.data.batch import IGNORED, count_targets
+from shardwise.data.batch import IGNORED, SPANS, count_targets, make_up_targets
 from shardwise.data.rows import Rows
 from shardwise.errors import BatchError, GradientError
 from shardwise.estimate.flops import peak_flops
@@ -32,54 +32,91 @@ from shardwise.train.run_config import OptimizerConfig, lr_factor
 from shardwise.train.step import StepResult
 
 
+class Observer(Protocol):
+    """Computes metrics from the outputs of an evaluation."""
+
+    def see(self, outputs: Any, batch: Mapping[str, Tensor]) -> None:
+        """Notes the outputs of a batch."""
+        ...
+
+    def results(self) -> Mapping[str, float]:
+        """Returns the metrics by name, the same on every rank."""
+        ...
+
+
 def build_evaluation(
-    model: nn.Module, mesh: Mesh, batches: Callable[[], Iterator[dict[str, Tensor]]]
-) -> Callable[[], float]:
-    """Returns a function that computes the mean loss over all target tokens of `batches()`, the same on every rank.
+    model: nn.Module, mesh: Mesh, batches: Callable[[], Iterator[dict[str, Tensor]]], observer: Observer | None = None
+) -> Callable[[], dict[str, float]]:
+    """Returns a function that computes metrics over `batches()`, the same on every rank: the mean "loss" over all
+    target tokens, and those of `observer`, or without one "perplexity".
 
     The model runs in eval mode; afterwards every module is in its previous mode. Without targets the loss is NaN.
 
-    Communicates: what the model's forwards do, and over the data ranks one all-reduce of two values.
+    Communicates: what the model's forwards do, and over the data ranks one all-reduce of two values; what the observer
+    does.
     """
     # Beside a cache, transformers' models take rows for one document each (see [Note: packed rows]).
-    takes_cache = "use_cache" in inspect.signature(find_model(model).forward).parameters
+    inner: Any = find_model(model)
+    takes = inspect.signature(inner.forward).parameters.values()
+    uses_cache = getattr(getattr(inner, "config", None) and inner.config.get_text_config(), "use_cache", False)
+    takes_cache = any(each.name == "use_cache" or (uses_cache and each.kind is each.VAR_KEYWORD) for each in takes)
     without_cache: dict[str, Any] = {"use_cache": False} if takes_cache else {}
 
     @torch.no_grad()
-    def evaluate() -> float:
+    def evaluate() -> dict[str, float]:
         totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
         with in_eval_mode(model):
             for batch in batches():
                 count = count_targets(model, batch)
                 # Other ranks wait for this one, so it computes a loss even where nothing counts.
-                labels = batch["labels"] if count else torch.zeros_like(batch["labels"])
-                inputs = {**without_cache, **batch, "labels": labels}
-                loss = model(**{name: send(value, mesh.device) for name, value in inputs.items()}).loss
+                targets = {} if count else make_up_targets(batch)
+                inputs = {
+                    name: send(value, mesh.device) for name, value in {**without_cache, **batch, **targets}.items()
+                }
+                outputs = model(**inputs)
+                loss = outputs.loss
                 totals += torch.stack([loss.double() * count, torch.full_like(loss, count, dtype=torch.float64)])
+                if observer is not None:
+                    observer.see(outputs, {name: send(value, mesh.device) for name, value in batch.items()})
         group = mesh.group(*DATA_AXES)
         if group is not None:
             all_reduce_(totals, group)
-        return float(totals[0] / totals[1])
+        loss = float(totals[0] / totals[1])
+        return {
+            "loss": loss,
+            **({"perplexity": math.exp(min(loss, 700.0))} if observer is None else observer.results()),
+        }
 
     return evaluate
 
 
 def evaluation_batches(
-    rows: Rows, *, batch_size: int, max_batches: int, data_rank: int = 0, data_size: int = 1
+    rows: Rows, *, batch_size: int, max_batches: int, data_rank: int = 0, data_size: int = 1, counts_rows: bool = False
 ) -> Iterator[dict[str, Tensor]]:
     """Yields this data rank's share of every global batch of rows, in order.
 
     The last batch is filled up with rows whose labels are all ignored, so that every rank gets equally many batches of
     equal shape.
+
+    Args:
+        counts_rows: whether the loss is a mean over rows, of which none can be ignored: then the last batch is left
+            out instead.
     """
     num_rows = min(rows.num_rows, batch_size * max_batches)
+    if counts_rows:
+        num_rows -= num_rows % batch_size
+        if num_rows == 0:
+            raise BatchError(f"{rows.num_rows:,} held-out rows are no batch of {batch_size}", fix="hold out more rows")
     share = batch_size // data_size
     for first in range(0, num_rows, batch_size):
         places = range(first, first + batch_size)
         batch = [min(place, num_rows - 1) for place in places]
         own = slice(data_rank * share, (data_rank + 1) * share)
         found = rows.read(batch[own], width=rows.width(batch))
-        found["labels"][[place >= num_rows for place in places[own]]] = IGNORED
+        is_filler = [place >= num_rows for place in places[own]]
+        for name in ("labels", *SPANS) if any(is_filler) else ():
+            if name in found:
+                found[name][is_filler] = IGNORED if name == "labels" else torch.iinfo(torch.int64).max
         yield found
 
 
@@ -93,7 +130,8 @@ class TrainingComponents:
     Attributes:
         step: forward and backward of one batch; leaves gradients in the model (a `TrainStep`).
         clip: clips gradients to a norm and returns the norm before clipping.
-        evaluate: returns the validation loss; None without held-out data.
+        evaluate: returns the metrics of held-out data, "loss" among them; None without held-out data.
+        after_evaluation: called on every rank after an evaluation; returns whether the run should end.
         nonfinite: handling of infinite or NaN gradients. "checked": the loop checks before every update and raises.
             "raised": the optimizer raises, so the loop does not check. "skipped": the optimizer skips the step.
     """
@@ -103,7 +141,8 @@ class TrainingComponents:
     optimizer: torch.optim.Optimizer
     batches: Iterator[Mapping[str, torch.Tensor]]
     device: torch.device
-    evaluate: Callable[[], float] | None = None
+    evaluate: Callable[[], Mapping[str, float]] | None = None
+    after_evaluation: "Callable[[StepRecord], bool]" = lambda record: False
     nonfinite: Literal["checked", "raised", "skipped"] = "checked"
     num_devices: int = 1
 
@@ -121,7 +160,8 @@ class StepRecord:
             step does not count them.
         mfu: share of the device's peak bfloat16 rate (`estimate/flops.py`); None if that is unknown.
         eval_loss: mean over the held-out tokens, after this step's update; None if no evaluation was due.
-        eval_perplexity: exponential of `eval_loss`.
+        eval_perplexity: exponential of `eval_loss`; None where the task has other metrics.
+        eval_metrics: these, by name.
     """
 
     step: int
@@ -136,6 +176,12 @@ class StepRecord:
     mfu: float | None = None
     eval_loss: float | None = None
     eval_perplexity: float | None = None
+    eval_metrics: Mapping[str, float] | None = None
+
+    def numbers(self) -> dict[str, float]:
+        """Returns every number by its name: those that are known, and metrics as `eval_...`."""
+        own = {name: value for name, value in vars(self).items() if value is not None and name != "eval_metrics"}
+        return own | {f"eval_{name}": value for name, value in (self.eval_metrics or {}).items()}
 
 
 class Reporter(Protocol):
@@ -189,12 +235,14 @@ def run_loop(
             told.flush_copied()
             told.add(step)
             if parts.evaluate is not None and eval_every and ((index + 1) % eval_every == 0 or is_last):
-                told.tell(eval_loss=parts.evaluate)
+                told.tell(evaluate=parts.evaluate)
+                assert told.last is not None
+                is_last |= parts.after_evaluation(told.last)
             elif is_last or index == num_done:
                 told.tell()
             elif (index + 1) % report_every == 0:
                 told.send() if parts.device.type == "cuda" else told.tell()
-            if checkpoints is not None and checkpoints.after_step(index + 1, is_last=is_last):
+            if (checkpoints is not None and checkpoints.after_step(index + 1, is_last=is_last)) or is_last:
                 break
     finally:
         told.tell()
@@ -234,13 +282,13 @@ class _Records:
         ]
         self._sent.append((steps, HostCopy(torch.stack(pairs))))
 
-    def tell(self, *, eval_loss: Callable[[], float] | None = None) -> None:
+    def tell(self, *, evaluate: Callable[[], Mapping[str, float]] | None = None) -> None:
         """Reports all queued steps in order; evaluates with the last one."""
         if self._waiting:
             self.send()
-        self.flush_copied(eval_loss=eval_loss)
+        self.flush_copied(evaluate=evaluate)
 
-    def flush_copied(self, *, eval_loss: Callable[[], float] | None = None) -> None:
+    def flush_copied(self, *, evaluate: Callable[[], Mapping[str, float]] | None = None) -> None:
         """Reports the steps whose numbers have been sent; see `tell`."""
         sent, self._sent = self._sent, []
         for steps, late in sent:
@@ -249,10 +297,12 @@ class _Records:
             seconds = (sum(step.seconds for step in steps) + time.perf_counter() - started) / len(steps)
             for step, (loss, grad_norm) in zip(steps, values, strict=True):
                 self.last = _record(self._parts, step, loss, grad_norm, seconds)
-                if eval_loss is not None and step is sent[-1][0][-1]:
-                    held_out = eval_loss()
-                    perplexity = math.exp(min(held_out, 700.0))
-                    self.last = replace(self.last, eval_loss=held_out, eval_perplexity=perplexity)
+                if evaluate is not None and step is sent[-1][0][-1]:
+                    found = dict(evaluate())
+                    loss_of, perplexity = found.pop("loss"), found.pop("perplexity", None)
+                    self.last = replace(
+                        self.last, eval_loss=loss_of, eval_perplexity=perplexity, eval_metrics=found or None
+                    )
                 if not (math.isfinite(loss) and math.isfinite(grad_norm)) and self._parts.nonfinite != "skipped":
                     raise _diverged(loss, grad_norm, step=step.number, why=_why(step.number, step.lr))
                 self._reporters = [each for each in self._reporters if _report(each, self.last)]

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from shardwise.data.config import DataConfig, EvaluationConfig, Place, Problem, check_data
+from shardwise.data.config import DataConfig, EvaluationConfig, Place, Problem, TaskName, check_data
 from shardwise.errors import ConfigError, MeshError, counted
 from shardwise.estimate.cuts import check_pipeline, fewest_microbatches, schedule_for
 from shardwise.plan.options import FsdpPolicy, Pipeline, Recompute
@@ -45,6 +45,9 @@ class ModelConfig:
     """Model directory or hub id: its weights are loaded."""
     config: str | dict[str, Any] | None = None
     """Instead of `path`: a configuration (a mapping, or a config.json), whose weights are drawn from the seed."""
+    task: TaskName | None = None
+    """What the model is trained for; by default what the class that the checkpoint names is for. With a task, a head
+    that the checkpoint lacks, or has for other labels, is drawn from the seed."""
     tokenizer: Place | None = None
     """Tokenizer directory or hub id; by default the model's own."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -155,6 +158,8 @@ class CheckpointConfig:
     """Also save when N minutes have passed since the last save."""
     keep_last: PositiveInt | None = 2
     """Number of checkpoints that are kept, the newest ones; null keeps all."""
+    best: bool = False
+    """Also keep the best step by `evaluation.metric`, in `dir`/best; that one is exported then."""
     async_save: bool = False
     """Write in the background, while training goes on; takes a copy of what is saved in host memory."""
     resume: Literal["auto", "never"] = "auto"

@@ -1,0 +1,458 @@
+"""Examples of tasks other than text: a record becomes the inputs and labels of a model when its row is read."""
+
+import io
+import wave
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.data.batch import IGNORED, is_medium
+from shardwise.data.config import TaskName
+from shardwise.data.corpus import digest
+from shardwise.data.documents import Record
+from shardwise.data.messages import read_messages, record_value
+from shardwise.data.rows import Rows
+from shardwise.errors import ConfigError, LoadError
+
+Example = dict[str, Any]
+_MULTIPLE = 8  # rows of text are padded to a multiple of this
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tools:
+    """What turns records into examples.
+
+    Attributes:
+        tokenizer, images, audio: of transformers; None where a task needs none.
+        processor: of a model that reads text with images.
+        labels: the names of the classes, by index; empty for numbers.
+        columns: where a record holds what, by the task's own names.
+        seq_length: most tokens of a text; longer ones are truncated.
+        directory: against which relative paths of images and sound are resolved.
+    """
+
+    tokenizer: Any = None
+    images: Any = None
+    audio: Any = None
+    processor: Any = None
+    labels: tuple[str, ...] = ()
+    columns: Mapping[str, str]
+    seq_length: int = 512
+    directory: Path = Path()
+
+    def value(self, record: Record, column: str) -> Any:
+        """Returns what a record holds in a column of the task."""
+        return record_value(record, self.columns.get(column, column), _Columns(column))
+
+    def label(self, record: Record, value: Any) -> int | float:
+        """Returns the index of a class by its name or number; a number where there are no classes."""
+        if not self.labels:
+            return float(value)
+        if str(value) in self.labels:
+            return self.labels.index(str(value))
+        number = int(value) if str(value).isdecimal() else -1
+        if not 0 <= number < len(self.labels):
+            known = ", ".join(self.labels[:12])
+            raise LoadError(f"the label {value!r} is none of the model's", at=record.place, why=f"they are {known}")
+        return number
+
+
+class _Columns(dict[str, str]):
+    """The name of a column for messages."""
+
+    def __init__(self, column: str) -> None:
+        super().__init__({f"columns.{column}": column})
+
+
+def _encode_pair(record: Record, tools: Tools) -> Example:
+    source, target = (str(tools.value(record, column)) for column in ("prompt", "response"))
+    limits = {"truncation": True, "max_length": tools.seq_length}
+    labels = tools.tokenizer(text_target=target, **limits)["input_ids"]
+    return {**tools.tokenizer(source, **limits), "labels": labels}
+
+
+def _encode_text(record: Record, tools: Tools) -> Example:
+    text, other = tools.value(record, "text"), record.values.get(tools.columns.get("text_pair", "text_pair"))
+    encoded = tools.tokenizer(str(text), other, truncation=True, max_length=tools.seq_length)
+    return {**encoded, "labels": tools.label(record, tools.value(record, "label"))}
+
+
+def _encode_words(record: Record, tools: Tools) -> Example:
+    words, tags = tools.value(record, "tokens"), tools.value(record, "tags")
+    if len(words) != len(tags):
+        raise LoadError(f"{len(words)} tokens with {len(tags)} tags", at=record.place)
+    encoded = tools.tokenizer(words, is_split_into_words=True, truncation=True, max_length=tools.seq_length)
+    places = encoded.word_ids()
+    firsts = [place is not None and place not in places[:number] for number, place in enumerate(places)]
+    labels = [
+        tools.label(record, tags[place]) if is_first else IGNORED
+        for place, is_first in zip(places, firsts, strict=True)
+    ]
+    return {**encoded, "labels": labels}
+
+
+def _encode_question(record: Record, tools: Tools) -> Example:
+    """Like transformers' own script: an answer beyond the row is at the first token."""
+    question, context = (str(tools.value(record, column)) for column in ("question", "context"))
+    answers = tools.value(record, "answers")
+    encoded = tools.tokenizer(
+        question, context, truncation="only_second", max_length=tools.seq_length, return_offsets_mapping=True
+    )
+    offsets, parts = encoded.pop("offset_mapping"), encoded.sequence_ids()
+    start = end = 0
+    if answers["text"]:
+        first = answers["answer_start"][0]
+        last = first + len(answers["text"][0])
+        inside = [
+            place
+            for place, (part, (begin, stop)) in enumerate(zip(parts, offsets, strict=True))
+            if part == 1 and begin < last and stop > first
+        ]
+        if inside and offsets[inside[0]][0] <= first and offsets[inside[-1]][1] >= last:
+            start, end = inside[0], inside[-1]
+    return {**encoded, "start_positions": start, "end_positions": end}
+
+
+def _encode_image(record: Record, tools: Tools) -> Example:
+    image = read_image(tools.value(record, "image"), tools.directory)
+    pixels = tools.images(image, return_tensors="np")["pixel_values"][0]
+    return {"pixel_values": pixels, "labels": tools.label(record, tools.value(record, "label"))}
+
+
+def _encode_sound(record: Record, tools: Tools) -> Example:
+    return {**_hear(record, tools), "labels": tools.label(record, tools.value(record, "label"))}
+
+
+def _encode_speech(record: Record, tools: Tools) -> Example:
+    labels = tools.tokenizer(str(tools.value(record, "text")))["input_ids"]
+    return {**_hear(record, tools), "labels": labels}
+
+
+def _hear(record: Record, tools: Tools) -> Example:
+    heard = tools.audio(hear(record, tools), sampling_rate=tools.audio.sampling_rate, return_tensors="np")
+    return {name: value[0] for name, value in heard.items()}
+
+
+def hear(record: Record, tools: Tools) -> Any:
+    """Returns the sound of a record, float32 [samples]."""
+    return read_sound(tools.value(record, "audio"), tools.directory, rate=tools.audio.sampling_rate)
+
+
+def _encode_seen(record: Record, tools: Tools) -> Example:
+    """A conversation with images: what the assistant says is learned."""
+    messages = tools.value(record, "messages")
+    raw = record.values.get(tools.columns.get("images", "images")) or [
+        part.get("path") or part.get("url") or part.get("image")
+        for message in messages
+        for part in message["content"]
+        if isinstance(part, Mapping) and part.get("type") == "image"
+    ]
+    images = [read_image(image, tools.directory) for image in raw]
+    shown = Record(record.place, {"messages": [_without_images(message) for message in messages]})
+    _, learned = read_messages(shown, "messages", {"messages": "messages"})
+    ids, is_target = [], []
+    encoded = _see(tools, messages, images)
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant" and learned[place]:
+            before = _see(tools, messages[:place], images, asks=True)["input_ids"][0]
+            until = _see(tools, messages[: place + 1], images)["input_ids"][0]
+            ids.append((len(before), len(until)))
+    tokens = encoded["input_ids"][0]
+    is_target = [any(start <= number < stop for start, stop in ids) for number in range(len(tokens))]
+    found = {name: value if is_medium(name) else value[0] for name, value in encoded.items()}
+    return found | {"labels": np.where(is_target, tokens, IGNORED)}
+
+
+def _see(tools: Tools, messages: Sequence[Any], images: Sequence[Any], *, asks: bool = False) -> Any:
+    text = tools.processor.apply_chat_template(messages, add_generation_prompt=asks, tokenize=False)
+    number = sum(
+        isinstance(part, Mapping) and part.get("type") == "image" for each in messages for part in each["content"]
+    )
+    return tools.processor(text=[text], images=list(images[:number]) or None, return_tensors="np")
+
+
+def _without_images(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message["content"]
+    if isinstance(content, str):
+        return message
+    return {**message, "content": [part for part in content if part.get("type") != "image"]}
+
+
+def read_image(value: Any, directory: Path) -> Any:
+    """Returns an RGB image of PIL: of a path, of bytes, or of what `datasets` gives."""
+    from PIL import Image  # optional
+
+    if isinstance(value, Mapping):
+        value = value["bytes"] if value.get("bytes") is not None else value["path"]
+    if isinstance(value, bytes):
+        value = io.BytesIO(value)
+    elif isinstance(value, str):
+        value = directory / value
+    try:
+        return value.convert("RGB") if hasattr(value, "convert") else Image.open(value).convert("RGB")
+    except (OSError, ValueError) as error:
+        raise LoadError(f"cannot read the image {value}", why=str(error)) from error
+
+
+def read_sound(value: Any, directory: Path, *, rate: int) -> Any:
+    """Returns sound as float32 [samples] from -1 to 1: of a .wav file, of samples, or of what `datasets` gives.
+
+    Raises:
+        LoadError: the file cannot be read, or has another rate.
+    """
+    if isinstance(value, Mapping) and value.get("array") is not None:
+        found, own = np.asarray(value["array"], np.float32), int(value["sampling_rate"])
+    elif not isinstance(value, str | Mapping):
+        return np.asarray(value, np.float32)
+    else:
+        path = directory / str(value["path"] if isinstance(value, Mapping) else value)
+        try:
+            with wave.open(str(path), "rb") as file:
+                own, width, channels = file.getframerate(), file.getsampwidth(), file.getnchannels()
+                raw = file.readframes(file.getnframes())
+        except (OSError, EOFError, wave.Error) as error:
+            fix = "convert it to .wav with 16 bits, or give samples"
+            raise LoadError(f"cannot read the sound {path}", why=str(error), fix=fix) from error
+        if width != 2:
+            raise LoadError(f"{path} has {8 * width} bits a sample", fix="convert it to 16 bits")
+        found = np.frombuffer(raw, "<i2").astype(np.float32).reshape(-1, channels).mean(1) / 2**15
+    if own != rate:
+        raise LoadError(f"sound with {own:,} samples a second", why=f"the model hears {rate:,}", fix="resample it")
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """How a task is trained.
+
+    Attributes:
+        auto_class: name of transformers' auto class.
+        needs: the tools that it takes.
+        columns: what a record holds, by the names that `data.columns` may map to others.
+        encode: turns a record into an example; None for text, whose documents are kept in a file.
+        metrics: what is measured besides the loss.
+    """
+
+    auto_class: str
+    needs: tuple[str, ...] = ("tokenizer",)
+    columns: tuple[str, ...] = ()
+    encode: Callable[[Record, Tools], Example] | None = None
+    metrics: Literal["", "classes", "spans", "summaries", "words", "frames"] = ""
+
+
+TASKS: dict[str, Task] = {
+    "causal-lm": Task(auto_class="AutoModelForCausalLM"),
+    "masked-lm": Task(auto_class="AutoModelForMaskedLM"),
+    "seq2seq-lm": Task(
+        auto_class="AutoModelForSeq2SeqLM", columns=("prompt", "response"), encode=_encode_pair, metrics="summaries"
+    ),
+    "sequence-classification": Task(
+        auto_class="AutoModelForSequenceClassification",
+        columns=("text", "label"),
+        encode=_encode_text,
+        metrics="classes",
+    ),
+    "token-classification": Task(
+        auto_class="AutoModelForTokenClassification",
+        columns=("tokens", "tags"),
+        encode=_encode_words,
+        metrics="classes",
+    ),
+    "question-answering": Task(
+        auto_class="AutoModelForQuestionAnswering",
+        columns=("question", "context", "answers"),
+        encode=_encode_question,
+        metrics="spans",
+    ),
+    "image-classification": Task(
+        auto_class="AutoModelForImageClassification",
+        needs=("images",),
+        columns=("image", "label"),
+        encode=_encode_image,
+        metrics="classes",
+    ),
+    "audio-classification": Task(
+        auto_class="AutoModelForAudioClassification",
+        needs=("audio",),
+        columns=("audio", "label"),
+        encode=_encode_sound,
+        metrics="classes",
+    ),
+    "speech-seq2seq": Task(
+        auto_class="AutoModelForSpeechSeq2Seq",
+        needs=("audio", "tokenizer"),
+        columns=("audio", "text"),
+        encode=_encode_speech,
+        metrics="words",
+    ),
+    "ctc": Task(
+        auto_class="AutoModelForCTC",
+        needs=("audio", "tokenizer"),
+        columns=("audio", "text"),
+        encode=_encode_speech,
+        metrics="frames",
+    ),
+    "image-text-to-text": Task(
+        auto_class="AutoModelForImageTextToText",
+        needs=("tokenizer", "processor"),
+        columns=("messages",),
+        encode=_encode_seen,
+    ),
+}
+"""The tasks of `shardwise train` by name."""
+assert tuple(TASKS) == get_args(TaskName)
+
+
+class ExampleRows:
+    """Rows of one example each, which are encoded when they are read.
+
+    Args:
+        records: of all ranks, in the same order.
+        fingerprint: changes with the records.
+        paddings: what fills a sequence up, by the input's name; 0 for others.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[Record],
+        encode: Callable[[Record, Tools], Example],
+        tools: Tools,
+        *,
+        fingerprint: str,
+        paddings: Mapping[str, int],
+    ) -> None:
+        self.num_rows, self.num_tokens, self.seq_length = len(records), 0, tools.seq_length
+        self._records, self._encode, self._tools, self._paddings = records, encode, tools, paddings
+        about = (fingerprint, list(tools.labels), dict(tools.columns), tools.seq_length)
+        self._digest = digest("examples", *about)
+        self._lengths: dict[int, int] = {}
+        if not records:
+            raise LoadError("the data holds no records", at="data")
+
+    def width(self, batch: Sequence[int]) -> int:
+        """Returns the length of the longest text or sound of a batch; 0 where lengths change nothing.
+
+        A loss over all positions, and a model of sound without a mask, depend on how far a batch is filled up: that
+        must not depend on how it is shared out among data ranks.
+        """
+        tools = self._tools
+        hears = "input_values" in getattr(tools.audio, "model_input_names", ())
+        if not hears and (tools.audio is not None or tools.processor is not None or tools.images is not None):
+            return 0
+        for row in batch:
+            if row not in self._lengths:
+                record = self._records[row]
+                self._lengths[row] = len(hear(record, tools) if hears else self._encode(record, tools)["input_ids"])
+        longest = max(self._lengths[row] for row in batch)
+        return longest if hears else -(-longest // _MULTIPLE) * _MULTIPLE
+
+    def read(self, rows: Sequence[int], *, width: int, turn: int = 0) -> dict[str, Tensor]:
+        """Returns the inputs and labels of rows."""
+        return collate([self._encode(self._records[row], self._tools) for row in rows], self._paddings, width=width)
+
+    def identity(self) -> dict[str, int]:
+        """Returns the number of rows, and a checksum of what they are made of."""
+        checksum = int(self._digest[:12], 16)
+        return {"num_tokens": 0, "num_rows": self.num_rows, "seq_length": self.seq_length, "checksum": checksum}
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the checksum."""
+        return {"tokens": self._digest[:8], "rows": "examples"}
+
+    def notes(self) -> str:
+        """Returns nothing: examples are truncated as they are read."""
+        return ""
+
+
+def collate(examples: Sequence[Example], paddings: Mapping[str, int], *, width: int = 0) -> dict[str, Tensor]:
+    """Returns a batch: sequences are filled up at their end, and the images of texts are joined.
+
+    Args:
+        width: of texts or sound; 0: that of the longest.
+    """
+    found = {}
+    for name in {name: None for example in examples for name in example}:
+        values = [np.asarray(example[name]) for example in examples if name in example]
+        is_joined = "input_ids" in examples[0] and is_medium(name)  # a row for each image or patch, not for each text
+        padding = IGNORED if name == "labels" else paddings.get(name, 0)
+        is_whole = len(values[0]) == _length_of(examples[0]) if values[0].ndim else False
+        own = width if is_whole else 0
+        tensor = torch.from_numpy(np.concatenate(values) if is_joined else _stack(values, padding, width=own))
+        found[name] = tensor.float() if tensor.dtype == torch.float64 else tensor
+    return found
+
+
+def _length_of(example: Example) -> int:
+    """Returns the length of the text or sound."""
+    return next((len(example[name]) for name in ("input_ids", "input_values") if name in example), -1)
+
+
+def _stack(values: Sequence[np.ndarray[Any, Any]], padding: int, *, width: int) -> np.ndarray[Any, Any]:
+    """Returns the values as one array; those of other lengths than the longest, or `width`, are filled up."""
+    lengths = {len(value) if value.ndim else 0 for value in values}
+    if values[0].ndim == 0 or (len(lengths) == 1 and width <= max(lengths)):
+        return np.stack(values)
+    longest = width or -(-max(lengths) // _MULTIPLE) * _MULTIPLE
+    pads = [[(0, longest - len(value)), *[(0, 0)] * (value.ndim - 1)] for value in values]
+    return np.stack([np.pad(value, pad, constant_values=padding) for value, pad in zip(values, pads, strict=True)])
+
+
+class MaskedRows:
+    """Rows of text of which some tokens are masked, and learned (arXiv 1810.04805, section 3.1).
+
+    Of the chosen tokens 80 % are replaced by the mask, 10 % by random tokens, and 10 % stay. The choice depends on the
+    seed, the row and the number of the batch.
+
+    Args:
+        kept: ids that are never chosen: the special tokens.
+    """
+
+    SHARE = 0.15
+
+    def __init__(self, rows: Rows, *, mask: int | None, num_tokens: int, kept: Sequence[int], seed: int) -> None:
+        if mask is None:
+            raise ConfigError("the tokenizer has no mask token", why="masked language models learn what it stands for")
+        self.rows, self.num_rows, self.num_tokens, self.seq_length = (
+            rows,
+            rows.num_rows,
+            rows.num_tokens,
+            rows.seq_length,
+        )
+        self._mask, self._num_ids, self._kept, self._seed = mask, num_tokens, list(kept), seed
+
+    def width(self, batch: Sequence[int]) -> int:
+        """Returns the number of tokens in a row of this batch."""
+        return self.rows.width(batch)
+
+    def read(self, rows: Sequence[int], *, width: int, turn: int = 0) -> dict[str, Tensor]:
+        """Returns the rows with masks; `labels` are -100 at tokens that were not chosen."""
+        found = self.rows.read(rows, width=width)
+        ids = found["input_ids"].numpy()
+        may_be_chosen = (found["labels"].numpy() != IGNORED) & ~np.isin(ids, self._kept)
+        labels = np.full_like(ids, IGNORED)
+        for place, row in enumerate(rows):
+            random = np.random.default_rng([self._seed, turn, row])
+            draws = np.where(may_be_chosen[place], random.random(len(ids[place])), 2.0)
+            is_chosen = draws < max(self.SHARE, draws.min() + 1e-12)  # at least one
+            labels[place, is_chosen] = ids[place, is_chosen]
+            kinds, others = random.random(len(draws)), random.integers(self._num_ids, size=len(draws))
+            ids[place] = np.where(is_chosen & (kinds < 0.8), self._mask, ids[place])
+            ids[place] = np.where(is_chosen & (kinds >= 0.9), others, ids[place])
+        return {**found, "labels": torch.from_numpy(labels)}
+
+    def identity(self) -> dict[str, int]:
+        """Returns those of the rows."""
+        return self.rows.identity()
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what the rows describe, and that they are masked."""
+        return {**self.rows.describe(), "masked": self.SHARE}
+
+    def notes(self) -> str:
+        """Says how many documents were cut or dropped."""
+        return self.rows.notes()

@@ -1,0 +1,410 @@
+"""`shardwise train` on every task: the losses, gradients' norms and metrics of the unsplit model, at every layout."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import wave
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torchmetrics.functional.classification import multiclass_f1_score
+from torchmetrics.functional.text import rouge_score, squad, word_error_rate
+
+from shardwise.cli.data import load_tokenizer
+from shardwise.cli.models import read_model_config
+from shardwise.cli.tasks import class_to_probe, example_rows, find_task, open_tools
+from shardwise.cli.training import train
+from shardwise.data.ahead import PackedBatches
+from shardwise.data.tasks import TASKS
+from shardwise.errors import ConfigError, LoadError
+from shardwise.ranks.spawn import spawn
+from tests.cli.test_train import config_of
+
+pytestmark = pytest.mark.spawn
+
+STEPS, ROWS = 3, 4
+WORDS = [
+    "good",
+    "bad",
+    "fine",
+    "poor",
+    "the",
+    "film",
+    "was",
+    "a",
+    "very",
+    "not",
+    "red",
+    "blue",
+    "who",
+    "made",
+    "it",
+    "ann",
+    "bob",
+]
+BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 40}
+BERT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 64}
+SPEECH = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48, "num_hidden_layers": 2}
+SPEECH |= {"conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 8), "mask_time_prob": 0.0, "layerdrop": 0.0}
+SPEECH |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "vocab_size": 40, "final_dropout": 0.0}
+SPEECH |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "feat_proj_dropout": 0.0, "activation_dropout": 0.0}
+SPEECH |= {
+    "ctc_loss_reduction": "mean",
+    "ctc_zero_infinity": True,
+    "classifier_proj_size": 16,
+    "num_feat_extract_layers": 2,
+}
+
+
+def make_tokenizer(directory):
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<image>", "<user>", "<assistant>"]
+    made = Tokenizer(models.WordLevel({word: n for n, word in enumerate([*special, *WORDS])}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, **names, mask_token="[MASK]", eos_token="[SEP]", additional_special_tokens=special[5:]
+    )
+    tokenizer.save_pretrained(directory)
+    return tokenizer
+
+
+def sentences(number):
+    random = np.random.default_rng(number)
+    return [" ".join(random.choice(WORDS, size=3 + index % 5)) for index in range(number)]
+
+
+def write_lines(path, records):
+    path.write_text("\n".join(map(json.dumps, records)))
+
+
+def write_sound(path, seed):
+    samples = (np.random.default_rng(seed).standard_normal(400 + 40 * (seed % 3)) * 3000).astype("<i2")
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(16000)
+        file.writeframes(samples.tobytes())
+
+
+def write_images(directory, number):
+    for index in range(number):
+        pixels = np.random.default_rng(index).integers(255, size=(18, 16, 3), dtype=np.uint8)
+        (place := directory / ("cat" if index % 2 else "dog")).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(place / f"{index}.png")
+
+
+def save(directory, model, *beside):
+    torch.manual_seed(0)
+    built = model[0](model[1])
+    built.save_pretrained(directory)
+    make_tokenizer(directory)
+    for each in beside:
+        each.save_pretrained(directory)
+
+
+def make_speech(directory, number):
+    directory.mkdir(parents=True, exist_ok=True)
+    records = []
+    for index, text in enumerate(sentences(number)):
+        write_sound(directory / f"{index}.wav", index)
+        records.append({"audio": f"{index}.wav", "text": text, "label": ["up", "down", "left"][index % 3]})
+    write_lines(directory / "data.jsonl", records)
+
+
+def whisper():
+    config = transformers.WhisperConfig(
+        vocab_size=40, num_mel_bins=8, encoder_layers=2, decoder_layers=2, d_model=32, encoder_ffn_dim=48,
+        decoder_ffn_dim=48, encoder_attention_heads=4, decoder_attention_heads=4, max_source_positions=50,
+        max_target_positions=32, pad_token_id=0, bos_token_id=2, eos_token_id=3, decoder_start_token_id=2,
+        suppress_tokens=[], begin_suppress_tokens=[], dropout=0.0,
+    )  # fmt: skip
+    return transformers.WhisperForConditionalGeneration, config
+
+
+def llava():
+    text = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "model_type": "llama", "max_position_embeddings": 64}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    vision |= {"image_size": 16, "patch_size": 8, "model_type": "clip_vision_model"}
+    config = transformers.LlavaConfig(
+        text_config=text, vision_config=vision, image_token_id=5, vision_feature_select_strategy="default"
+    )
+    return transformers.LlavaForConditionalGeneration, config
+
+
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}> {% for part in m.content %}{% if part.type == 'image' %}<image> {% else %}"
+    "{{ part.text }} {% endif %}{% endfor %}[SEP] {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+def seen(text, answer):
+    asks = {"role": "user", "content": [{"type": "image", "path": "0.png"}, {"type": "text", "text": text}]}
+    return {"messages": [asks, {"role": "assistant", "content": [{"type": "text", "text": answer}]}]}
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory):
+    """A directory for each task, with a model and data."""
+    root, texts = tmp_path_factory.mktemp("tasks"), sentences(14)
+    bert = transformers.BertConfig(**BERT, pad_token_id=0)
+    for name, kind in {
+        "masked-lm": "BertForMaskedLM",
+        "sequence-classification": "BertForSequenceClassification",
+        "token-classification": "BertForTokenClassification",
+        "question-answering": "BertForQuestionAnswering",
+    }.items():
+        (root / name).mkdir()
+        save(root / name / "model", (getattr(transformers, kind), bert))
+    t5 = transformers.T5Config(
+        vocab_size=40, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0, pad_token_id=0,
+        eos_token_id=3, decoder_start_token_id=0, feed_forward_proj="gated-gelu",
+    )  # fmt: skip
+    save(root / "seq2seq-lm" / "model", (transformers.T5ForConditionalGeneration, t5))
+    vit = transformers.ViTConfig(image_size=16, patch_size=8, num_labels=2, **{**BERT, "vocab_size": 2})
+    pictures = transformers.ViTImageProcessor(size={"height": 16, "width": 16})
+    save(root / "image-classification/model", (transformers.ViTForImageClassification, vit), pictures)
+    write_images(root / "image-classification/data", 14)
+    hears = transformers.Wav2Vec2FeatureExtractor(return_attention_mask=True)
+    sound = transformers.Wav2Vec2Config(**SPEECH, num_labels=3, pad_token_id=0)
+    save(root / "audio-classification/model", (transformers.Wav2Vec2ForSequenceClassification, sound), hears)
+    save(root / "ctc/model", (transformers.Wav2Vec2ForCTC, sound), hears)
+    listens = transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1)
+    save(root / "speech-seq2seq/model", whisper(), listens)
+    for name in ("audio-classification", "ctc", "speech-seq2seq"):
+        make_speech(root / name / "data", 14)
+    (root / "masked-lm/data.txt").write_text("\n".join(texts * 8))
+    labels = ["good", "bad"]
+    write_lines(
+        root / "sequence-classification/data.jsonl",
+        [{"sentence": text, "label": labels[n % 2]} for n, text in enumerate(texts)],
+    )
+    write_lines(
+        root / "token-classification/data.jsonl",
+        [{"tokens": text.split(), "tags": [f"T{len(word) % 2}" for word in text.split()]} for text in texts],
+    )
+    answers = [{"text": [text.split()[1]], "answer_start": [text.index(" ") + 1]} for text in texts]
+    write_lines(
+        root / "question-answering/data.jsonl",
+        [
+            {"question": "who was it", "context": text, "answers": each}
+            for text, each in zip(texts, answers, strict=True)
+        ],
+    )
+    write_lines(root / "seq2seq-lm/data.jsonl", [{"prompt": text, "response": text[::-1][:9]} for text in texts])
+    place = root / "image-text-to-text"
+    eye = transformers.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    save(place / "model", llava())
+    transformers.LlavaProcessor(
+        eye, make_tokenizer(place / "model"), patch_size=8, vision_feature_select_strategy="default",
+        chat_template=CHAT, image_token="<image>", num_additional_image_tokens=1,
+    ).save_pretrained(place / "model")  # fmt: skip
+    Image.fromarray(np.full((20, 16, 3), 99, np.uint8)).save(place / "0.png")
+    write_lines(place / "data.jsonl", [seen(text, "red film" if n % 2 else "bob") for n, text in enumerate(texts)])
+    return root
+
+
+NAMES = [name for name in TASKS if name != "causal-lm"]
+
+
+def run_of(root, name, directory, **values):
+    place = root / name
+    data = next(str(place / each) for each in ("data", "data.jsonl", "data.txt") if (place / each).exists())
+    columns = {"text": "sentence"} if name == "sequence-classification" else {}
+    run = {
+        "model": {"path": str(place / "model")},
+        "data": {"path": data, "seq_length": 32, "columns": columns},
+        "evaluation": {"path": data, "every": STEPS, "max_new_tokens": 6},
+        "steps": STEPS,
+        "batch_size": ROWS,
+        "optimizer": {"lr": 0.01, "schedule": {"name": "constant"}, "max_grad_norm": 1.0},
+        "log": {"dir": f"{directory}/{name}"},
+        "timeout_seconds": 60,
+    }
+    return {**run, **values}
+
+
+def reference(root, name, directory):
+    """Losses and norms of plain steps on the unsplit model, and its held-out loss and metrics."""
+    config = config_of(run_of(root, name, directory))
+    task = TASKS[find_task(config)]
+    tokenizer = load_tokenizer(config)
+    tools, model_config = open_tools(config, read_model_config(config, tokenizer), tokenizer)
+    torch.manual_seed(0)
+    auto = class_to_probe(config)
+    model = auto.from_pretrained(config.model.path, config=model_config, ignore_mismatched_sizes=True).train()
+    rows = example_rows((config.data,), task, tools)
+    batches = PackedBatches(rows, batch_size=ROWS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    found = []
+    for _ in range(STEPS):
+        loss = model(**next(batches)).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((loss.item(), norm.item()))
+    return found, held_out_of(model.eval(), task, rows, tokenizer)
+
+
+@torch.no_grad()
+def held_out_of(model, task, rows, tokenizer):
+    """Metrics over all rows, one by one, by torchmetrics or by hand."""
+    said, meant = [], []
+    for row in range(rows.num_rows):
+        batch = rows.read([row], width=rows.width([row]))
+        outputs = model(**batch)
+        if task.metrics == "classes":
+            kept = batch["labels"] != -100
+            said += outputs.logits.argmax(-1)[kept].tolist()
+            meant += batch["labels"][kept].tolist()
+        elif task.metrics == "spans":
+            places = (outputs.start_logits.argmax(), outputs.end_logits.argmax())
+            said.append(tokenizer.decode(batch["input_ids"][0, places[0] : places[1] + 1]))
+            meant.append(tokenizer.decode(batch["input_ids"][0, batch["start_positions"] : batch["end_positions"] + 1]))
+        elif task.metrics == "frames":
+            ids = [each for each, _ in itertools.groupby(outputs.logits[0].argmax(-1).tolist()) if each]
+            said.append(tokenizer.decode(ids, skip_special_tokens=True))
+            meant.append(tokenizer.decode(batch["labels"][batch["labels"] != -100], skip_special_tokens=True))
+        elif task.metrics:
+            labels = batch.pop("labels")[0]
+            ids = model.generate(**batch, max_new_tokens=6, do_sample=False, num_beams=1)[0]
+            said.append(tokenizer.decode(ids, skip_special_tokens=True))
+            meant.append(tokenizer.decode(labels[labels != -100], skip_special_tokens=True))
+    if task.metrics == "classes":
+        number = max(2, model.config.num_labels)
+        f1 = multiclass_f1_score(torch.tensor(said), torch.tensor(meant), number, average="macro")
+        return {"accuracy": float(np.mean(np.equal(said, meant))), "f1": float(f1)}
+    if task.metrics == "spans":
+        pairs = [{"prediction_text": each, "id": str(n)} for n, each in enumerate(said)]
+        right = [{"answers": {"answer_start": [0], "text": [each]}, "id": str(n)} for n, each in enumerate(meant)]
+        return {key: float(value) for key, value in squad(pairs, right).items()}
+    if task.metrics in ("words", "frames"):
+        return {"wer": float(word_error_rate(said, meant))}
+    if task.metrics:
+        return {"rougeL": float(rouge_score(said, meant, rouge_keys="rougeL")["rougeL_fmeasure"])}
+    return {}
+
+
+def train_all(root, directory, layout):
+    """The losses, norms and held-out metrics of every task."""
+    found = {}
+    for name in NAMES:
+        run = run_of(root, name, f"{directory}/{layout}", layout=layout)
+        train(config_of(run))
+        lines = (Path(run["log"]["dir"]) / "train.jsonl").read_text().splitlines()
+        found[name] = list(map(json.loads, lines))
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(origin, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("reference")
+    return {name: reference(origin, name, directory) for name in NAMES if TASKS[name].encode is not None}
+
+
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2", "pp2"])
+def test_every_task_trains_as_the_unsplit_model(origin, expected, layout, tmp_path):
+    (found, _) = spawn(train_all, 2, origin, tmp_path, layout)
+    for name, lines in found.items():
+        losses = [line["loss"] for line in lines]
+        assert all(map(math.isfinite, losses)) and lines[-1]["eval_loss"] > 0, name
+        if name not in expected:  # masks are drawn
+            assert losses[-1] < losses[0] and "eval_perplexity" in lines[-1]
+            continue
+        numbers, metrics = expected[name]
+        assert losses == pytest.approx([loss for loss, _ in numbers], rel=2e-4), name
+        assert [line["grad_norm"] for line in lines] == pytest.approx([norm for _, norm in numbers], rel=2e-3), name
+        for key, value in metrics.items():
+            assert lines[-1][f"eval_{key}"] == pytest.approx(value, abs=1e-5), (name, key)
+
+
+def losses_of(run):
+    return [json.loads(line) for line in (Path(run["log"]["dir"]) / "train.jsonl").read_text().splitlines()]
+
+
+def test_a_head_that_a_checkpoint_lacks_is_drawn_and_exported_with_the_labels(origin, tmp_path):
+    run = run_of(origin, "token-classification", tmp_path, evaluation={}, export=str(tmp_path / "out"))
+    run["model"] = {"path": str(origin / "masked-lm/model"), "task": "token-classification"}
+    records = [{"tokens": ["a", "film"], "tags": ["X", "Y"]}, {"tokens": ["red"], "tags": ["Z"]}] * 4
+    write_lines(tmp_path / "tags.jsonl", records)
+    run["data"] = {"path": str(tmp_path / "tags.jsonl"), "seq_length": 16}
+    train(config_of(run))
+    losses = [line["loss"] for line in losses_of(run)]
+    assert losses[-1] < losses[0]
+    exported = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "out")
+    assert exported.config.id2label == {0: "X", 1: "Y", 2: "Z"}
+    body = transformers.AutoModel.from_pretrained(origin / "masked-lm/model").state_dict()
+    assert body["encoder.layer.0.attention.self.query.weight"].shape == (32, 32)
+
+
+def test_numbers_are_learned_as_numbers(origin, tmp_path):
+    texts = sentences(8)
+    write_lines(tmp_path / "stars.jsonl", [{"text": text, "label": len(text) / 10} for text in texts])
+    run = run_of(origin, "sequence-classification", tmp_path)
+    run["model"] = {"path": str(origin / "masked-lm/model"), "task": "sequence-classification"}
+    run["data"] = {"path": str(tmp_path / "stars.jsonl"), "seq_length": 16}
+    run["evaluation"] = {"path": str(tmp_path / "stars.jsonl"), "every": STEPS}
+    train(config_of(run))
+    last = losses_of(run)[-1]
+    assert last["eval_mse"] == pytest.approx(last["eval_loss"], rel=1e-5)
+
+
+def test_the_best_step_is_kept_and_exported_and_a_run_that_gets_worse_ends(origin, tmp_path, capfd):
+    run = run_of(origin, "seq2seq-lm", tmp_path, steps=12, export=str(tmp_path / "out"))
+    run["optimizer"] |= {"lr": 0.9, "max_grad_norm": None}
+    run["evaluation"] |= {"every": 1, "metric": "loss", "patience": 2}
+    run["checkpoint"] = {"dir": str(tmp_path / "saved"), "best": True}
+    train(config_of(run))
+    lines = losses_of(run)
+    held_out = [line["eval_loss"] for line in lines]
+    best = held_out.index(min(held_out))
+    assert len(lines) == best + 3 < 12
+    out = capfd.readouterr().out
+    assert f"best    step {best + 1}, loss {held_out[best]:.4f}" in out and "it ends" in out
+    model = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "out").eval()
+    config = config_of(run)
+    tools, _ = open_tools(config, model.config, load_tokenizer(config))
+    rows = example_rows((config.data,), TASKS["seq2seq-lm"], tools)
+    batch = rows.read(range(rows.num_rows), width=0)
+    assert float(model(**batch).loss.detach()) == pytest.approx(held_out[best], rel=1e-5)
+    assert sorted(path.name for path in (tmp_path / "saved/best").glob("step-*")) == [f"step-{best + 1}"]
+
+
+WRONG = {
+    "another column": ("sequence-classification", {"data": {"columns": {}}}, "there is no key 'text'", "columns.text"),
+    "no such metric": ("ctc", {"evaluation": {"metric": "accuracy"}}, "evaluation.metric is 'accuracy'", "wer"),
+    "no such file": ("image-text-to-text", {"data": {"path": "elsewhere.jsonl"}}, "cannot read the image", "0.png"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_said(origin, tmp_path, monkeypatch, name):
+    task, changes, *parts = WRONG[name]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere.jsonl").write_text((origin / "image-text-to-text/data.jsonl").read_text())
+    run = run_of(origin, task, tmp_path)
+    for key, values in changes.items():
+        run[key] = {**run[key], **values}
+    with pytest.raises((ConfigError, LoadError)) as raised:
+        train(config_of(run))
+    assert all(part in str(raised.value) for part in parts), raised.value
+
+
+def test_labels_that_the_model_lacks_are_said(origin, tmp_path):
+    run = run_of(origin, "sequence-classification", tmp_path)
+    held = [{"sentence": "a film", "label": label} for label in ("good", "bad", "middling")]
+    write_lines(tmp_path / "held.jsonl", held * 4)
+    run["evaluation"]["path"] = str(tmp_path / "held.jsonl")
+    with pytest.raises(LoadError, match=r"the label 'middling' is none of the model's[\s\S]*bad, good"):
+        train(config_of(run))
