@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.background import PendingSave, finish_all_saves, join_saves, writer_of
 from shardwise.checkpoint.collect import by_name
-from shardwise.checkpoint.export import ExportSelection, write_pretrained
+from shardwise.checkpoint.export import ExportSelection, tokenizer_at, write_pretrained
 from shardwise.checkpoint.load import LoadTarget, check_same_target, load_into, open_on_all_ranks
 from shardwise.checkpoint.manifest import StoredParts
 from shardwise.checkpoint.store import check_tag, root_of
@@ -319,7 +319,8 @@ def export_pretrained(
     Args:
         directory: the target. Older weights and files of the same names are replaced; no other file is touched.
         max_shard_bytes: bytes of tensors per file.
-        tokenizer: saved with the weights. Default: that of the directory from which the model was loaded.
+        tokenizer: saved with the weights, or with the adapters if they are alone. Default: that of the directory from
+            which the model was loaded.
         adapter: for a model with adapters. "only" (default): the adapters in PEFT's format, further ones in directories
             of their names. "with_base": the base, and the adapters in the subdirectory `adapter`. "merged": the model
             with its active adapters added to its weights. Files are the same for every layout.
@@ -349,7 +350,9 @@ def export_pretrained(
     if mode == "only":
         with raise_on_all_ranks(mesh.group(), "writing the adapter"):
             if mesh.rank == 0:
-                _write_adapters(model, Path(directory), states)
+                place = getattr(find_model(model), "name_or_path", None)
+                own = tokenizer_at(place) if tokenizer is None else tokenizer
+                _write_adapters(model, Path(directory), states, tokenizer=own)
         return
     with raise_on_all_ranks(mesh.group(), "preparing the export"):
         names = base_tensors(model, merged=mode == "merged")
@@ -390,8 +393,10 @@ def _adapter_mode(model: nn.Module, adapter: str | None) -> str | None:
     return None
 
 
-def _write_adapters(model: nn.Module, directory: Path, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+def _write_adapters(
+    model: nn.Module, directory: Path, states: Mapping[str, Mapping[str, Tensor]], *, tokenizer: Any = None
+) -> None:
     with disk_errors(f"cannot write to {str(directory)[:100]!r}", fix="pass a directory that can be made"):
         for name, state in states.items():
             place = directory if name == "default" else directory / name
-            write_adapter_files(place, state, adapter_config_text(model, name))
+            write_adapter_files(place, state, adapter_config_text(model, name), tokenizer=tokenizer)
