@@ -282,12 +282,12 @@ def _shown(names: Sequence[str]) -> str:
 
 
 def _check_given(kind: str, saved: Mapping[str, Any], given: Mapping[str, Any], *, at: str) -> None:
-    """Raises unless what is loaded into has the names that were saved; a single one may be saved as none."""
+    """Raises if other names were saved than are given. A single one where none was saved has an error of its own."""
     if given.keys() != saved.keys() and not (given.keys() == {""} and not saved):
         raise LoadError(
             f"the checkpoint holds {_listed(kind, saved)}, and is loaded into {_listed(kind, given)}",
             at=at,
-            fix=f"pass {kind}= as it was saved" + (f", or load without {kind}=" if kind == "optimizer" else ""),
+            fix=f"pass {kind}= as it was saved, or load without it",
         )
 
 
