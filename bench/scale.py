@@ -81,7 +81,7 @@ class Job:
 
     def write_index(self) -> str:
         """What rank 0 makes of the reports of all ranks."""
-        values = {"tied": {}, "optimizer": None, "values": {}}
+        values = {"tied": {}, "optimizers": {}, "values": {}}
         self.facts = write_reported_index(self.directory, self.reports, values)
         self.reports = []
         return f"{(self.directory / INDEX).stat().st_size / 1e6:.0f} MB"

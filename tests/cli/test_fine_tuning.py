@@ -103,6 +103,26 @@ def test_an_adapter_is_trained_and_goes_out_alone_with_its_base_or_merged(run, c
     assert loss_of(load("model")) != expected
 
 
+def test_a_converted_adapter_loads_with_its_base_and_its_tokenizer_as_an_exported_one_does(run, tmp_path, capsys):
+    import peft
+
+    words = ["checkpoint={dir: saved}", "export=exported", "optimizer.schedule.name=constant"]
+    assert run(*words, "steps=2") == 0, capsys.readouterr().err
+    assert run(*words, "steps=3") == 0, capsys.readouterr().err  # it goes on
+    assert main(["convert", "saved", "converted", "--adapter", "--to", "hf"]) == 0, capsys.readouterr().err
+    configs = [json.loads(Path(place, "adapter_config.json").read_text()) for place in ("exported", "converted")]
+    assert configs[0] == configs[1] and configs[0]["base_model_name_or_path"] == "model"
+    loaded = [peft.AutoPeftModelForCausalLM.from_pretrained(place) for place in ("exported", "converted")]
+    assert loss_of(loaded[0]) == loss_of(loaded[1])
+    for place in ("exported", "converted"):
+        assert transformers.AutoTokenizer.from_pretrained(place).chat_template == TEMPLATE
+    other = transformers.AutoTokenizer.from_pretrained("model")
+    other.chat_template = "{{ 'mine' }}"
+    other.save_pretrained("other")
+    assert main(["convert", "saved", "again", "--adapter", "--to", "hf", "--tokenizer", "other"]) == 0
+    assert transformers.AutoTokenizer.from_pretrained("again").chat_template == other.chat_template
+
+
 @pytest.mark.parametrize("rows", ["packed", "padded"])
 def test_a_run_that_was_ended_goes_on_with_its_data_and_its_adapter(run, capsys, rows):
     words = [f"data.rows={rows}", "optimizer.schedule.name=constant"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import shlex
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.ranks.spawn import spawn
 from tests.cli.forked import run_forked  # noqa: F401 - a fixture
 from tests.guards.sources import DOCUMENTS, ROOT, name_of, snippets
 
@@ -50,6 +52,42 @@ def test_python_snippets_compile_and_import_what_exists(snippet):
         r"\bshardwise\.(\w+)", re.sub(r"^(?:from|import) .*$", "", snippet.text, flags=re.MULTILINE)
     ):
         assert hasattr(shardwise, name), f"{snippet.place} uses shardwise.{name}, which does not exist"
+
+
+def run_as_script(text, words, directory):
+    """Runs a snippet on a rank, as torchrun does; gives what it has found."""
+    os.chdir(directory)
+    sys.argv = ["train.py", *words]
+    names = {"__name__": "__main__"}
+    exec(compile(text, "train.py", "exec"), names)
+    return {name: names.get(name) for name in ("first", "held_out_loss")} | {"loss": float(names["loss"].detach())}
+
+
+OWN_LOOP = [each for each in snippets("python") if each.place.startswith("docs/own-loop.md")]
+
+
+@pytest.mark.spawn
+def test_the_script_of_a_loop_of_ones_own_goes_on_at_another_layout_as_in_one_process(tmp_path):
+    import torch
+    import transformers
+
+    alone, split = tmp_path / "alone", tmp_path / "split"
+    alone.mkdir(), split.mkdir()
+    (whole,) = spawn(run_as_script, 1, OWN_LOOP[0].text, ["tp1", "6"], alone)
+    spawn(run_as_script, 2, OWN_LOOP[0].text, ["fsdp2", "2"], split)
+    for layout, first in (("tp2", 2), ("pp2", 4)):
+        for found in spawn(run_as_script, 2, OWN_LOOP[0].text, [layout, f"{first + 2}"], split):
+            assert found["first"] == first
+    assert found == pytest.approx({**whole, "first": 4}, abs=1e-5)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(split / "out")
+    ids = (torch.arange(64 * 48).view(64, 48) % 999)[48:]
+    assert float(plain(input_ids=ids, labels=ids).loss.detach()) == pytest.approx(found["held_out_loss"], abs=1e-5)
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("snippet", OWN_LOOP[1:], ids=lambda s: s.place)
+def test_the_other_loops_of_that_page_run(snippet, tmp_path):
+    assert all(found["loss"] < 6 for found in spawn(run_as_script, 2, snippet.text, [], tmp_path))
 
 
 @pytest.mark.parametrize(("command", "places"), commands_shown().items(), ids=list(commands_shown()))

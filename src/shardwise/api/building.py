@@ -17,7 +17,7 @@ from shardwise.comm.agree import agree_on
 from shardwise.errors import LoadError
 from shardwise.lora.files import load_adapter_weights
 from shardwise.mesh import Mesh
-from shardwise.parallel.build import as_dtype
+from shardwise.parallel.build import as_dtype, take_model_options
 from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Pipeline, Precision, Recompute
 from shardwise.plan.spec import Plan
 from shardwise.weights.locate import ADAPTER_CONFIG, check_no_checkpoint
@@ -55,6 +55,7 @@ def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
             The base is frozen, and the adapter is trained.
         options: passed to the hub (`revision`, `token`, …), to the config (its attributes) and to the model class
             (`attn_implementation`, …). `ignore_mismatched_sizes` and `key_mapping`: see `from_pretrained`.
+            `torch_dtype` is another name of `dtype`. `device_map`, `quantization_config` and `tp_plan` are refused.
             `allow_missing`: patterns of parameters that the checkpoint may lack (they are initialized). `allow_unused`:
             patterns of its tensors that belong to layers the model does not have. True allows all.
 
@@ -67,12 +68,15 @@ def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
             rank.
         PlanError: the plan cannot be applied.
         RankError: ranks see different files, or have different seeds or options; names the first difference.
-        UnsupportedError: the class does not support the config, the checkpoint is quantized, or the adapter's initial
-            values are computed from full weights (PiSSA, DoRA).
+        UnsupportedError: the class does not support the config, the checkpoint is quantized, an option is one of
+            another way to split or store a model (`device_map`, `load_in_4bit`), or the adapter's initial values are
+            computed from full weights (PiSSA, DoRA).
 
     Communicates: a few gathers of small objects over all ranks, to compare models and to raise errors on all ranks.
     """
     spec, _ = ParallelSpec.take(locals())
+    torch_dtype, options = take_model_options(options)
+    dtype = torch_dtype if dtype is None else dtype
     if dtype is None and precision is not None:
         dtype = precision.params
     return load_by_spec(

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.background import PendingSave, finish_all_saves, join_saves, writer_of
-from shardwise.checkpoint.export import ExportSelection, write_pretrained
+from shardwise.checkpoint.collect import by_name
+from shardwise.checkpoint.export import ExportSelection, tokenizer_at, write_pretrained
 from shardwise.checkpoint.load import LoadTarget, check_same_target, load_into, open_on_all_ranks
 from shardwise.checkpoint.manifest import StoredParts
 from shardwise.checkpoint.store import check_tag, root_of
@@ -36,14 +37,17 @@ from shardwise.runtime.adapter_facts import find_model, has_adapters
 from shardwise.runtime.same_batch import describe_steps
 from shardwise.weights.staging import disk_errors
 
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
+
 
 def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of the user's
     path: str | os.PathLike[str],
     *,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     scheduler: Any = None,
     extra: Any = None,
+    step: int | None = None,
     tag: str | None = None,
     async_save: bool = False,
     keep_last: int | None = None,
@@ -59,9 +63,12 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
     Args:
         path: a directory of checkpoints that all ranks share. Only one job at a time may save there.
         model: model split by Shardwise, or a wrapper around it.
-        optimizer: optimizer of its parameters, from `build_optimizer` or torch.
-        scheduler: any object whose `state_dict` holds JSON values and tensors.
+        optimizer: optimizer of its parameters, from `build_optimizer` or torch; or a list, or a dictionary by name, of
+            several, which may share parameters. One that updates a part of the parameters is saved as it is: the states
+            of optimizers that are not passed are not in the checkpoint.
+        scheduler: any object whose `state_dict` holds JSON values and tensors; or a list or dictionary of several.
         extra: JSON values and tensors, the same on every rank, which `load_checkpoint` returns. "step" names the tag.
+        step: number of the step, from 0: `extra["step"]`, for an `extra` that is None or a dictionary.
         tag: name of the checkpoint in `path`. Default: `step-N`, or `save-N` if no step is known. An existing
             checkpoint of this name is replaced when the new one is complete.
         async_save: return when everything is copied to host memory, and write in the background. The next save waits
@@ -81,7 +88,9 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
     Communicates: over all ranks, one all-gather of 40 bytes, one all-reduce of a number, and with adapters or
     `async_save` a gather of small objects; with `async_save` four more in the background, over their own group.
     """
-    request = functools.partial(save_request, path, tag, extra, keep_last, keep_every, async_save=async_save)
+    request = functools.partial(save_request, path, tag, extra, keep_last, keep_every, step=step, async_save=async_save)
+    if step is not None and (extra is None or isinstance(extra, Mapping)):
+        extra = {**(extra or {}), "step": step}
     return save_with(request, model=model, optimizer=optimizer, scheduler=scheduler, extra=extra)
 
 
@@ -90,7 +99,7 @@ def save_with(
     request: Callable[[], SaveRequest],
     *,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizers | None,
     scheduler: Any,
     extra: Any,
     add_files: Callable[[Path], None] | None = None,
@@ -133,6 +142,7 @@ def save_request(
     keep_last: int | None = None,
     keep_every: int | None = None,
     *,
+    step: int | None = None,
     async_save: bool = False,
 ) -> SaveRequest:
     """Returns the checked destination of a checkpoint; see `save_checkpoint`."""
@@ -140,12 +150,16 @@ def save_request(
     for name, value in keep.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ConfigError(f"{name} is {value!r}", why="it counts, from 1")
-    step = extra.get("step") if isinstance(extra, Mapping) else None
-    is_step = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**62
+    if step is not None and not (extra is None or isinstance(extra, Mapping)):
+        raise ConfigError(f"step={step!r} with an extra that is a {type(extra).__name__}", fix="pass a dictionary")
+    named = step if step is not None or extra is None else extra.get("step") if isinstance(extra, Mapping) else None
+    is_step = isinstance(named, int) and not isinstance(named, bool) and 0 <= named < 2**62
+    if step is not None and not is_step:
+        raise ConfigError(f"step is {step!r}", why="it counts steps, from 0")
     return SaveRequest(
         root=root_of(path),
         tag=None if tag is None else check_tag(tag),
-        step=step if is_step else None,
+        step=named if is_step else None,
         async_save=bool(async_save),
         **keep,
     )
@@ -156,7 +170,7 @@ def load_checkpoint(
     tag: str | None = None,
     *,
     model: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     scheduler: Any = None,
     strict: bool = True,
     verify: bool = True,
@@ -171,23 +185,23 @@ def load_checkpoint(
         path: a directory of checkpoints.
         tag: name of the checkpoint. Default: the newest complete one.
         model: model split by Shardwise, may be on the meta device. None reads only `extra`.
-        optimizer: optimizer of its parameters, of the class that was saved. Its options become the saved ones. Without
-            `model`, only the optimizer's state is loaded.
-        scheduler: scheduler of the class that was saved.
+        optimizer: optimizer of its parameters, of the class that was saved; or a list or dictionary of as many, by the
+            names that were saved. Options become the saved ones. Without `model`, only optimizers' states are loaded.
+        scheduler: scheduler of the class that was saved; or a list or dictionary, as it was saved.
         strict: raise an error for names that only the model or only the checkpoint has, and for adapters of another
             base; False: log a warning.
         verify: verify the checksums of the parts that this rank reads.
 
     Raises:
         LoadError: there is no such checkpoint; a file is missing, damaged, or contradicts the manifest; names or shapes
-            do not fit; or an optimizer's state cannot be divided. Names file and tensor. The same error on every rank;
-            model and optimizer are unchanged.
+            do not fit; optimizers have other names or another number; or an optimizer's state cannot be divided. Names
+            file and tensor. The same error on every rank; model and optimizer are unchanged.
         ConfigError: the tag is invalid, the optimizer belongs to no split model, or only some ranks pass it.
 
     Communicates: a few gathers of small objects over all ranks.
     """
     if model is None and optimizer is not None:
-        trained = model_under(optimizer)
+        trained = next((each for each in map(model_under, by_name(optimizer).values()) if each is not None), None)
         if trained is None:
             raise ConfigError(
                 "an optimizer without its model",
@@ -305,7 +319,8 @@ def export_pretrained(
     Args:
         directory: the target. Older weights and files of the same names are replaced; no other file is touched.
         max_shard_bytes: bytes of tensors per file.
-        tokenizer: saved with the weights. Default: that of the directory from which the model was loaded.
+        tokenizer: saved with the weights, or with the adapters if they are alone. Default: that of the directory from
+            which the model was loaded.
         adapter: for a model with adapters. "only" (default): the adapters in PEFT's format, further ones in directories
             of their names. "with_base": the base, and the adapters in the subdirectory `adapter`. "merged": the model
             with its active adapters added to its weights. Files are the same for every layout.
@@ -335,7 +350,9 @@ def export_pretrained(
     if mode == "only":
         with raise_on_all_ranks(mesh.group(), "writing the adapter"):
             if mesh.rank == 0:
-                _write_adapters(model, Path(directory), states)
+                place = getattr(find_model(model), "name_or_path", None)
+                own = tokenizer_at(place) if tokenizer is None else tokenizer
+                _write_adapters(model, Path(directory), states, tokenizer=own)
         return
     with raise_on_all_ranks(mesh.group(), "preparing the export"):
         names = base_tensors(model, merged=mode == "merged")
@@ -376,8 +393,10 @@ def _adapter_mode(model: nn.Module, adapter: str | None) -> str | None:
     return None
 
 
-def _write_adapters(model: nn.Module, directory: Path, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+def _write_adapters(
+    model: nn.Module, directory: Path, states: Mapping[str, Mapping[str, Tensor]], *, tokenizer: Any = None
+) -> None:
     with disk_errors(f"cannot write to {str(directory)[:100]!r}", fix="pass a directory that can be made"):
         for name, state in states.items():
             place = directory if name == "default" else directory / name
-            write_adapter_files(place, state, adapter_config_text(model, name))
+            write_adapter_files(place, state, adapter_config_text(model, name), tokenizer=tokenizer)

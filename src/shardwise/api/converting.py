@@ -13,6 +13,7 @@ from shardwise.api.building import load
 from shardwise.api.checkpoints import export_pretrained, load_checkpoint
 from shardwise.api.prepare import decide
 from shardwise.checkpoint.collect import model_key
+from shardwise.checkpoint.export import tokenizer_at
 from shardwise.checkpoint.manifest import MANIFEST, StoredParts, open_checkpoint
 from shardwise.checkpoint.store import find_tag
 from shardwise.errors import LoadError, UnsupportedError
@@ -173,10 +174,16 @@ def _meta(shape: Sequence[int], stored: torch.dtype, dtype: torch.dtype | None) 
     return torch.empty(tuple(shape), dtype=chosen, device="meta")
 
 
-def convert_adapter(stored: StoredParts, directory: str | os.PathLike[str]) -> None:
-    """Writes the adapter of a checkpoint in PEFT's format, without reading its base."""
+def convert_adapter(stored: StoredParts, directory: str | os.PathLike[str], *, tokenizer: Any = None) -> None:
+    """Writes the adapter of a checkpoint in PEFT's format, without reading the weights of its base.
+
+    Args:
+        tokenizer: saved with the adapter. Default: that of the base's directory, if there is one.
+    """
     _check_adapter(stored)
-    model = inject(meta_model(stored), read_adapter_config(stored.directory))
+    config, base = read_adapter_config(stored.directory), meta_model(stored)
+    base.name_or_path = config.base_model_name_or_path  # else PEFT takes the checkpoint for it
+    model = inject(base, config)
     keys = {key: model_key(stored.index.tied.get(name, name)) for key, name in stored_names(model).items()}
     if lacking := [key for key in keys.values() if key not in stored.index.tensors]:
         raise UnsupportedError(
@@ -186,8 +193,9 @@ def convert_adapter(stored: StoredParts, directory: str | os.PathLike[str]) -> N
             fix="load the checkpoint into its model, and use shardwise.export_pretrained",
         )
     state = {key: stored.read(own) for key, own in keys.items()}
+    own, text = tokenizer_at(base.name_or_path) if tokenizer is None else tokenizer, stored.directory / ADAPTER_CONFIG
     with disk_errors(f"cannot write to {str(directory)[:100]!r}"):
-        write_adapter_files(Path(directory), state, (stored.directory / ADAPTER_CONFIG).read_bytes())
+        write_adapter_files(Path(directory), state, text.read_bytes(), tokenizer=own)
 
 
 def merge_adapter(

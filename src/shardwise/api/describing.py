@@ -26,7 +26,14 @@ from shardwise.optim.gradients import gradients_of, track_gradients
 from shardwise.optim.steps import stepping_class
 from shardwise.parallel.activation_memory import FakeTensorCorrections, MemoryCount, PeakCount, fake_tensors
 from shardwise.parallel.apply import apply_plan
-from shardwise.parallel.build import allocate_meta, build_meta_model, num_positions, read_config
+from shardwise.parallel.build import (
+    allocate_meta,
+    as_dtype,
+    build_meta_model,
+    num_positions,
+    read_config,
+    take_model_options,
+)
 from shardwise.parameters.registry import registry_of
 from shardwise.plan.decision import Explanation, SplitPlan
 from shardwise.plan.options import ParallelSpec
@@ -259,6 +266,7 @@ def describe(
     auto_class: Any = None,
     batch: tuple[int, int] | None = None,
     num_microbatches: int | None = None,
+    dtype: torch.dtype | str | None = None,
     adapter: Any = None,
     **options: Any,
 ) -> Explanation:
@@ -269,8 +277,10 @@ def describe(
         batch: rows of one microbatch on a data rank, and tokens in each: adds what is kept between its forward and its
             backward, counted by running the forward on fake tensors. Only in a process that is no rank of a job.
         num_microbatches: of a step; of a pipeline by default the fewest that its schedule takes.
+        dtype: dtype of the parameters. Default: `precision.params`, else float32.
     """
     spec, options = ParallelSpec.take(options)
+    torch_dtype, options = take_model_options(options)
     shape = layout if isinstance(layout, MeshShape) else MeshShape.parse(layout)
     config, model_options = (source, options) if isinstance(source, PreTrainedConfig) else read_config(source, options)
     if batch is not None:
@@ -279,13 +289,16 @@ def describe(
     if adapter is not None:
         inject(model, adapter)
     plan = decide(model, shape, spec)
-    dtype = "float32" if spec.precision is None else spec.precision.params
+    chosen = as_dtype(torch_dtype if dtype is None else dtype)
+    if chosen is None and spec.precision is not None:
+        chosen = as_dtype(spec.precision.params)
+    dtype = str(chosen or torch.float32).removeprefix("torch.")
     in_full = batch is not None or plan.pipeline is not None
     rehearsal = Rehearsal(
         source=config,
         shape=shape if in_full else MeshShape(tp_size=shape.tp_size),
         spec=spec,
-        dtype=None if spec.precision is None else getattr(torch, dtype),
+        dtype=chosen,
         auto_class=auto_class,
         options=model_options,
         adapter=adapter,

@@ -22,7 +22,7 @@ from shardwise.estimate.cuts import check_pipeline, fewest_microbatches, smalles
 from shardwise.lora.inject import inject_alike, read_adapter_config
 from shardwise.loss.label_use import note_label_use
 from shardwise.mesh import Mesh
-from shardwise.parallel.build import as_dtype, build_meta_model, model_class_of, read_config
+from shardwise.parallel.build import as_dtype, build_meta_model, model_class_of, read_config, take_model_options
 from shardwise.plan.options import ParallelSpec
 from shardwise.probe.label_use import find_label_use
 from shardwise.probe.layer_order import find_layer_order
@@ -85,6 +85,7 @@ def verify(
         PlanError: the plan cannot be applied.
     """
     spec, options = ParallelSpec.take(options)
+    torch_dtype, options = take_model_options(options)
     shape = layout if isinstance(layout, MeshShape) else MeshShape.parse(layout)
     adapters = {} if adapter is None else {"default": read_adapter_config(adapter)}
     if isinstance(source, nn.Module):
@@ -98,7 +99,7 @@ def verify(
         config, options = read_config(source, options)
     if options:
         raise ConfigError(f"verify has no option {', '.join(options)}", fix="it takes the options of shardwise.load")
-    chosen = as_dtype(dtype)
+    chosen = as_dtype(torch_dtype if dtype is None else dtype)
     check_pipeline(spec.pipeline, shape, spec.recompute)
     model_class = auto_class or model_class_of(config)
     proof = Proof(

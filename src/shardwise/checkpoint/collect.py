@@ -162,9 +162,22 @@ def model_key(name: str) -> str:
     return f"model/{name}"
 
 
-def state_key(name: str, state: str) -> str:
-    """Returns the key of a parameter's optimizer state in a checkpoint."""
-    return f"optimizer/{name}/{state}"
+def state_key(name: str, state: str, optimizer: str = "") -> str:
+    """Returns the key of a parameter's state in a checkpoint. `optimizer`: the optimizer's name, if it has one."""
+    return f"optimizers/{optimizer}/{name}/{state}" if optimizer else f"optimizer/{name}/{state}"
+
+
+def by_name(given: Any) -> dict[str, Any]:
+    """Returns optimizers or schedulers by name: those of a list by their numbers, a single one as ""."""
+    if isinstance(given, Mapping):
+        return {str(name): each for name, each in given.items()}
+    several = given if isinstance(given, list | tuple) else [] if given is None else [given]
+    return {"": several[0]} if len(several) == 1 else {str(number): each for number, each in enumerate(several)}
+
+
+def called(kind: str, name: str) -> str:
+    """Returns the words for an optimizer or scheduler in a message."""
+    return f"the {kind} {name!r}" if name else f"the {kind}"
 
 
 def local_shards(model: nn.Module, registry: Registry) -> dict[str, LocalShard]:
@@ -230,6 +243,7 @@ class OptimizerContent:
     """States and options of an optimizer, by parameter.
 
     Attributes:
+        called: the words for it in messages.
         options: options of every parameter's group, by the parameter's name, as JSON.
         described: for every parameter and state: `{"like": dtype}` if it has the parameter's shape and split,
             `{"scalar": number, "dtype": dtype}`, `{"value": JSON}`, `{"whole": dtype, "shape": …}`, or `{"ranks":
@@ -237,6 +251,7 @@ class OptimizerContent:
         tensors: this rank's part of the states that are neither scalar nor value, by parameter and state.
     """
 
+    called: str
     class_name: str
     options: dict[str, Any]
     described: dict[str, dict[str, Any]]
@@ -244,23 +259,24 @@ class OptimizerContent:
 
 
 def named_groups(
-    optimizer: torch.optim.Optimizer, shards: Mapping[str, LocalShard]
+    optimizer: Any, shards: Mapping[str, LocalShard], name: str = ""
 ) -> Iterator[tuple[dict[str, Any], list[LocalShard]]]:
     """Yields every parameter group of an optimizer with the model's parameters in it, without other frozen ones."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"the optimizer is a {type(optimizer).__name__}", fix="pass a torch.optim.Optimizer")
+        what = f"{called('optimizer', name)} is a {type(optimizer).__name__}"
+        raise ConfigError(what, fix="pass a torch.optim.Optimizer, or a list or dictionary of them")
     by_id = {id(each.value): each for each in shards.values()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad and id(parameter) not in by_id:
+                what = f"{called('optimizer', name)} holds a parameter of shape {tuple(parameter.shape)}"
                 raise ConfigError(
-                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's",
-                    fix="pass the model that holds all of its parameters",
+                    f"{what} that is not the model's", fix="pass the model that holds all of its parameters"
                 )
         yield group, [by_id[id(each)] for each in group["params"] if id(each) in by_id]
 
 
-def _read_optimizer(optimizer: torch.optim.Optimizer, shards: Mapping[str, LocalShard]) -> OptimizerContent:
+def _read_optimizer(optimizer: torch.optim.Optimizer, shards: Mapping[str, LocalShard], name: str) -> OptimizerContent:
     if isinstance(getattr(optimizer, "optim", None), torch.optim.Optimizer):
         raise UnsupportedError(
             f"a checkpoint of {type(optimizer).__name__}",
@@ -268,10 +284,10 @@ def _read_optimizer(optimizer: torch.optim.Optimizer, shards: Mapping[str, Local
             fix="shard with the fsdp axis (FsdpPolicy(zero_stage=1)), or save what each rank holds by yourself",
         )
     kind = type(optimizer)
-    content = OptimizerContent(f"{kind.__module__}.{kind.__qualname__}", {}, {}, {})
-    for group, members in named_groups(optimizer, shards):
-        given = {name: _plain(value) for name, value in group.items() if name not in ("params", "param_names")}
-        options = encode_tree(given, "the optimizer's options", {})
+    content = OptimizerContent(called("optimizer", name), f"{kind.__module__}.{kind.__qualname__}", {}, {}, {})
+    for group, members in named_groups(optimizer, shards, name):
+        given = {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+        options = encode_tree(given, f"{content.called}'s options", {})
         for shard in members:
             content.options[shard.name] = options
             _read_states(shard, optimizer.state.get(shard.value, {}), content)
@@ -282,7 +298,7 @@ def _read_states(shard: LocalShard, states: Mapping[str, Any], content: Optimize
     described = content.described.setdefault(shard.name, {})
     shape = local_part(shard.value).shape
     for state, value in states.items():
-        what = f"the optimizer's {state} of {shard.name}"
+        what = f"{content.called}'s {state} of {shard.name}"
         if not isinstance(value, Tensor):
             inner: dict[str, Tensor] = {}
             described[state] = {"value": encode_tree(value, what, inner)}
@@ -318,13 +334,14 @@ class SaveInputs:
 
     Attributes:
         shards: parameters and persistent buffers, by canonical name.
+        optimizers: by name, "" for a single one.
         values: JSON values by name: `extra`, `scheduler`, `scheduler_class`, `loss_scale`, `random`.
         random: states of this rank's random generators, by key.
         companions: on rank 0, contents of further files, by name.
     """
 
     shards: dict[str, LocalShard]
-    optimizer: OptimizerContent | None
+    optimizers: dict[str, OptimizerContent]
     values: dict[str, Any]
     tensors: dict[str, Tensor]
     random: dict[str, Tensor]
@@ -332,12 +349,15 @@ class SaveInputs:
 
     def describe(self, registry: Registry) -> dict[str, str]:
         """Returns everything that must be equal on every rank, as text by name."""
-        values = {**self.values, "scheduler": common_state(self.values.get("scheduler"))}
+        states: Any = self.values.get("scheduler")
+        several = isinstance(self.values.get("scheduler_class"), Mapping)
+        common = {name: common_state(each) for name, each in states.items()} if several else common_state(states)
+        values = {**self.values, "scheduler": common}
         others = {name: each.layout for name, each in self.shards.items() if name not in registry.entries}
         layouts = {name: entry.layout for name, entry in registry.entries.items()} | others
         return {
             **describe_steps(registry.context),
-            "optimizer": self.optimizer.class_name if self.optimizer is not None else "",
+            "optimizer": ", ".join(f"{name} {each.class_name}".lstrip() for name, each in self.optimizers.items()),
             **{name: json.dumps(value) for name, value in values.items()},
             **{key: f"{x.dtype} {list(x.shape)}, checksum {crc_of(x.cpu()):08x}" for key, x in self.tensors.items()},
             "the model's tensors": hashlib.sha256(repr(layouts).encode()).hexdigest(),
@@ -350,17 +370,18 @@ class SaveInputs:
         for shard in self.shards.values():
             if shard.entry is not None and shard.name not in left_out:
                 yield shard.name, shard.entry, local_part(shard.value)
-        for (name, state), value in self.optimizer.tensors.items() if self.optimizer is not None else ():
-            entry = self.shards[name].entry
-            if entry is not None and value.shape == local_part(self.shards[name].value).shape:
-                yield f"the optimizer's {state} of {name}", entry, value
+        for optimizer in self.optimizers.values():
+            for (name, state), value in optimizer.tensors.items():
+                entry = self.shards[name].entry
+                if entry is not None and value.shape == local_part(self.shards[name].value).shape:
+                    yield f"{optimizer.called}'s {state} of {name}", entry, value
 
 
 def collect_inputs(
     model: nn.Module,
     registry: Registry,
     *,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Any,
     scheduler: Any,
     loss_scale: Mapping[str, Any] | None,
     extra: Any,
@@ -375,18 +396,22 @@ def collect_inputs(
         if is_adapter(module) and getattr(module, "merged_adapters", None):
             raise ConfigError(f"{name} has its adapters merged into its weight", fix="call unmerge_adapter() first")
     shards = local_shards(model, registry)
-    content = _read_optimizer(optimizer, shards) if optimizer is not None else None
+    optimizers = {name: _read_optimizer(each, shards, name) for name, each in by_name(optimizer).items()}
     tensors: dict[str, Tensor] = {}
     values = {"extra": encode_tree(extra, "extra", tensors), "random": random_axes(registry.mesh)}
-    if scheduler is not None:
-        if not callable(getattr(scheduler, "state_dict", None)):
-            raise ConfigError(f"the scheduler is a {type(scheduler).__name__}, which has no state_dict")
-        values["scheduler"] = encode_tree(scheduler.state_dict(), "scheduler", tensors)
-        values["scheduler_class"] = type(scheduler).__name__
+    states, classes = {}, {}
+    for name, each in by_name(scheduler).items():
+        if not callable(getattr(each, "state_dict", None)):
+            raise ConfigError(f"{called('scheduler', name)} is a {type(each).__name__}, which has no state_dict")
+        states[name] = encode_tree(each.state_dict(), f"scheduler.{name}".removesuffix("."), tensors)
+        classes[name] = type(each).__name__
+    if states:
+        is_single = [*states] == [""]
+        values["scheduler"], values["scheduler_class"] = (states[""], classes[""]) if is_single else (states, classes)
     if loss_scale is not None:
         values["loss_scale"] = dict(loss_scale)
     files = {**_config_files(registry.model() or model), **companions()} if registry.mesh.position == 0 else {}
-    return SaveInputs(shards, content, values, tensors, read_random(registry.mesh), files)
+    return SaveInputs(shards, optimizers, values, tensors, read_random(registry.mesh), files)
 
 
 def _config_files(model: nn.Module) -> dict[str, bytes]:

@@ -273,14 +273,13 @@ def _write_companions(model: nn.Module, directory: Path, tokenizer: Any, *, is_t
         config.save_pretrained(directory)
         if model.can_generate():
             model.generation_config.save_pretrained(directory)
-        tokenizer = _tokenizer_of(model) if tokenizer is None else tokenizer
+        tokenizer = tokenizer_at(model.name_or_path) if tokenizer is None else tokenizer
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
 
 
-def _tokenizer_of(model: PreTrainedModel) -> Any:
-    """Returns the tokenizer of the directory from which the model was loaded; None if there is none."""
-    source = Path(model.name_or_path or "")
-    if model.name_or_path and any((source / name).is_file() for name in _TOKENIZER_FILES):
+def tokenizer_at(source: str | None) -> Any:
+    """Returns the tokenizer in the directory from which a model was loaded; None if there is none."""
+    if source and any((Path(source) / name).is_file() for name in _TOKENIZER_FILES):
         return AutoTokenizer.from_pretrained(source)
     return None

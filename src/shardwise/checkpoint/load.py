@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.collect import (
     LocalShard,
+    by_name,
+    called,
     is_unsharded,
     local_shards,
     model_key,
@@ -45,7 +47,7 @@ class LoadTarget:
     """
 
     model: nn.Module | None = None
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: Any = None
     scheduler: Any = None
     strict: bool = True
     fills_model: bool = True
@@ -58,12 +60,16 @@ def check_same_target(target: LoadTarget, mesh: Mesh, *, verifies: bool = True) 
     """
     kinds = {"the optimizer": target.optimizer, "the scheduler": target.scheduler}
     described = {
-        **{what: "none" if value is None else f"a {type(value).__name__}" for what, value in kinds.items()},
+        **{what: _described(by_name(value)) or "none" for what, value in kinds.items()},
         "strict": str(target.strict),
         "verify": str(verifies),
         "whether the model is filled": str(target.fills_model),
     }
     check_calls(mesh.group(), described, doing="load_checkpoint")
+
+
+def _described(given: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} a {type(each).__name__}".lstrip() for name, each in given.items())
 
 
 def open_on_all_ranks(path: Any, tag: str | None, mesh: Mesh | None, *, verifies: bool = True) -> StoredParts:
@@ -145,15 +151,19 @@ class LoadPlan:
         values = stored.index.values
         self.extra = decode_tree(values.get("extra"), stored.read_all("extra"))
         self._copies: dict[str, tuple[Copy, ...]] = {}
-        self._optimizer: OptimizerLoad | None = None
+        self._optimizers: list[OptimizerLoad] = []
         if registry is not None:
             coords, saved = registry.mesh.coords, _saved_names(stored)
             for name in (name for name in shards if name in saved and target.fills_model):
                 self._copies[name] = stored.plan(model_key(name), shards[name].layout.pieces(coords))
-            if target.optimizer is not None:
-                self._optimizer = OptimizerLoad(stored, target.optimizer, shards, registry, strict=target.strict)
-        has_schedule = target.scheduler is not None
-        self._schedule = _read_schedule(stored, target.scheduler, shards) if has_schedule else None
+            optimizers = by_name(target.optimizer)
+            if optimizers:
+                _check_given("optimizer", stored.index.optimizers, optimizers, at=str(stored.directory))
+            self._optimizers = [
+                OptimizerLoad(stored, name, each, shards, registry, strict=target.strict)
+                for name, each in optimizers.items()
+            ]
+        self._schedules = _read_schedules(stored, target, shards)
         self._random = stored.read_all("random/") if registry is not None else {}
 
     def apply(self, put: Put) -> None:
@@ -169,10 +179,10 @@ class LoadPlan:
                 put(name, new)
             else:
                 stored.fill(local_part(value).detach(), model_key(name), copies)
-        if self._optimizer is not None:
-            self._optimizer.apply()
-        if self._schedule is not None:
-            self._target.scheduler.load_state_dict(self._schedule)
+        for optimizer in self._optimizers:
+            optimizer.apply()
+        for scheduler, state in self._schedules:
+            scheduler.load_state_dict(state)
         if model is not None and registry is not None:
             for each in (model, registry.model() or model):
                 each.zero_grad()  # gradients so far are of the weights before
@@ -271,22 +281,56 @@ def _shown(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + more
 
 
-def _read_schedule(stored: StoredParts, scheduler: Any, shards: Mapping[str, LocalShard]) -> Any:
-    """Returns the saved state of `scheduler`, with entries for its optimizer's current groups."""
-    values = stored.index.values
-    name, saved = type(scheduler).__name__, values.get("scheduler_class")
-    if saved != name:
-        what = f"that of a {saved}" if saved else "none"
-        raise LoadError(f"the checkpoint has no state of a {name}: {what}", at=str(stored.directory))
-    state = decode_tree(values.get("scheduler"), stored.read_all("scheduler"))
+def _check_given(kind: str, saved: Mapping[str, Any], given: Mapping[str, Any], *, at: str) -> None:
+    """Raises if other names were saved than are given. A single one where none was saved has an error of its own."""
+    if given.keys() != saved.keys() and not (given.keys() == {""} and not saved):
+        raise LoadError(
+            f"the checkpoint holds {_listed(kind, saved)}, and is loaded into {_listed(kind, given)}",
+            at=at,
+            fix=f"pass {kind}= as it was saved, or load without it",
+        )
+
+
+def _listed(kind: str, names: Mapping[str, Any]) -> str:
+    if not names or "" in names:
+        return f"one {kind} without a name" if names else f"no {kind}"
+    return f"the {kind}s {', '.join(map(repr, names))}"
+
+
+def _read_schedules(stored: StoredParts, target: LoadTarget, shards: Mapping[str, LocalShard]) -> list[tuple[Any, Any]]:
+    """Returns the schedulers with their saved states, which have entries for their optimizers' current groups."""
+    values, given = stored.index.values, by_name(target.scheduler)
+    if not given:
+        return []
+    states = decode_tree(values.get("scheduler"), stored.read_all("scheduler"))
+    classes = values.get("scheduler_class")
+    if not isinstance(classes, Mapping):
+        states, classes = {"": states}, {"": classes} if classes else {}
+    _check_given("scheduler", classes, given, at=str(stored.directory))
+    for name, each in given.items():
+        own, saved = type(each).__name__, classes.get(name)
+        if saved != own:
+            what = f"that of a {saved}" if saved else "none"
+            of = f" for {name!r}" if name else ""
+            raise LoadError(f"the checkpoint has no state of a {own}{of}: {what}", at=str(stored.directory))
+    return [(each, _for_groups(stored, states[name], each, target, shards)) for name, each in given.items()]
+
+
+def _for_groups(
+    stored: StoredParts, state: Any, scheduler: Any, target: LoadTarget, shards: Mapping[str, LocalShard]
+) -> Any:
+    """Returns a scheduler's state with entries for its optimizer's current groups."""
     optimizer = getattr(scheduler, "optimizer", None)
     if optimizer is None:
         return state
-    if stored.index.optimizer is None or not shards:  # rank 0's lists are of the groups of its stage
+    loaded = by_name(target.optimizer).items()
+    name = next((name for name, each in loaded if each.param_groups is optimizer.param_groups), "")
+    saved = stored.index.optimizers.get(name)
+    if saved is None or not shards:  # rank 0's lists are of the groups of its stage
         has_stages = MeshShape.parse(stored.manifest.layout).pp_size > 1
         return state_for_groups(state, optimizer.param_groups, keeps_last=True) if has_stages else state
     groups = named_groups(optimizer, shards)
-    return state_for_groups(state, [{**group, **saved_options(stored, members)} for group, members in groups])
+    return state_for_groups(state, [{**group, **saved_options(stored, saved, members)} for group, members in groups])
 
 
 _HOW = ("foreach", "fused", "capturable", "differentiable")  # how an optimizer computes, not what: those stay
@@ -307,33 +351,35 @@ class OptimizerLoad:
     def __init__(
         self,
         stored: StoredParts,
+        name: str,
         optimizer: torch.optim.Optimizer,
         shards: Mapping[str, LocalShard],
         registry: Registry,
         *,
         strict: bool,
     ) -> None:
-        self._stored, self._optimizer, self._mesh = stored, optimizer, registry.mesh
+        self._stored, self._name, self._optimizer, self._mesh = stored, name, optimizer, registry.mesh
         self._groups: list[tuple[dict[str, Any], Mapping[str, Any], dict[str, dict[str, _State]]]] = []
         self._shards = shards
-        kind = type(optimizer)
-        own, saved = f"{kind.__module__}.{kind.__qualname__}", stored.index.optimizer
+        kind, own_name = type(optimizer), called("optimizer", name)
+        own, saved = f"{kind.__module__}.{kind.__qualname__}", stored.index.optimizers.get(name)
         if saved is None or saved["class"] != own:
             what = "of none" if saved is None else f"of {saved['class']}"
             raise LoadError(
-                f"the checkpoint holds the state {what}, the optimizer is {own}",
+                f"the checkpoint holds the state {what}, {own_name} is {own}",
                 at=str(stored.directory),
                 fix="build the optimizer that was saved, or load without one",
             )
         parameters, unknown = saved["parameters"], list[str]()
-        for group, members in named_groups(optimizer, shards):
+        for group, members in named_groups(optimizer, shards, name):
             unknown += [each.name for each in members if each.value.requires_grad and each.name not in parameters]
             known = [each for each in members if each.name in parameters]
             states = {each.name: self._plan_states(each, parameters[each.name]["states"]) for each in known}
-            self._groups.append((group, saved_options(stored, members), states))
+            self._groups.append((group, saved_options(stored, saved, members), states))
         if unknown and strict:
             raise LoadError(
-                f"the checkpoint has no optimizer state of {len(unknown)} parameters",
+                f"the checkpoint has no optimizer state of {len(unknown)} parameters"
+                + (f" for {own_name}" if name else ""),
                 at=str(stored.directory),
                 why=", ".join(unknown[:5]),
                 fix="train the parameters that were trained, or pass strict=False",
@@ -342,7 +388,7 @@ class OptimizerLoad:
     def _plan_states(self, shard: LocalShard, states: Mapping[str, Mapping[str, Any]]) -> dict[str, _State]:
         found = {}
         for name, facts in states.items():
-            key, pieces = state_key(shard.name, name), shard.layout.pieces(self._mesh.coords)
+            key, pieces = state_key(shard.name, name, self._name), shard.layout.pieces(self._mesh.coords)
             if "whole" in facts or "ranks" in facts:
                 key = self._key_of_other_shape(key, shard, facts)
                 own = self._stored.index.tensors.get(key)  # ranks may hold parts of unlike shapes
@@ -362,7 +408,7 @@ class OptimizerLoad:
         if "ranks" in facts and is_same:
             return f"{key}@{self._mesh.position}"
         raise LoadError(
-            f"the optimizer's state {key.removeprefix('optimizer/')} fits no layout but its own",
+            f"the optimizer's state {key.partition('/')[2]} fits no layout but its own",
             at=str(self._stored.directory),
             why=f"its shape {facts['shape']} is not the parameter's, so it is unknown how it is divided; it was\n"
             f"saved with {saved_with}, this is {self._mesh.shape}",
@@ -401,9 +447,8 @@ class OptimizerLoad:
         return shard.entry.wrap(made) if shard.entry is not None else made
 
 
-def saved_options(stored: StoredParts, shards: Iterable[LocalShard]) -> Mapping[str, Any]:
-    """Returns the saved options of the parameters of one group; empty if none of them was saved."""
-    saved = stored.index.optimizer or {"parameters": {}}
+def saved_options(stored: StoredParts, saved: Mapping[str, Any], shards: Iterable[LocalShard]) -> Mapping[str, Any]:
+    """Returns an optimizer's saved options for the parameters of one group; empty if none of them was saved."""
     parameters = saved["parameters"]
     numbers = {parameters[each.name]["group"]: each.name for each in shards if each.name in parameters}
     options = [decode_tree(saved["groups"][number], {}) for number in numbers]

@@ -182,16 +182,18 @@ class Index:
 
     Attributes:
         files: names of the tensor files, by their numbers.
-        tensors: by key: `model/NAME`, `optimizer/NAME/STATE`, `extra…`, `scheduler…`, `random/…`.
+        tensors: by key: `model/NAME`, `optimizer/NAME/STATE`, `optimizers/OPTIMIZER/NAME/STATE`, `extra…`,
+            `scheduler…`, `random/…`.
         tied: alias to canonical name.
-        optimizer: None, or its class, the options of its groups, and by parameter its group and states.
+        optimizers: by name, "" for a single one: its class, the options of its groups, and by parameter its group and
+            states.
         values: scheduler, loss scale, random states, extra and source, as `encode_tree` wrote them, if saved.
     """
 
     files: tuple[str, ...]
     tensors: Mapping[str, StoredTensor]
     tied: Mapping[str, str]
-    optimizer: Mapping[str, Any] | None
+    optimizers: Mapping[str, Mapping[str, Any]]
     values: Mapping[str, Any]
 
 
@@ -243,7 +245,7 @@ def write_index(
     """Writes `tensors.json`; returns its size and checksum.
 
     Args:
-        head: `files`, `tied`, `optimizer` and `values`.
+        head: `files`, `tied`, `optimizer`, `optimizers` (if there are several) and `values`.
         tensors: dtype and layout of every tensor by key.
         parts: JSON items of `StoredTensor.parts_json` by key; tensors without elements have none.
     """
@@ -289,7 +291,8 @@ def read_index(directory: Path, manifest: Manifest) -> Index:
         key: StoredTensor(_DTYPES[each["dtype"]], tuple(each["shape"]), layouts[each["layout"]], parts[key])
         for key, each in facts.items()
     }
-    return Index(tuple(data["files"]), tensors, data["tied"], data["optimizer"], data["values"])
+    optimizers = data.get("optimizers", {}) | ({} if data["optimizer"] is None else {"": data["optimizer"]})
+    return Index(tuple(data["files"]), tensors, data["tied"], optimizers, data["values"])
 
 
 def read_file(path: Path, facts: FileFacts | None = None) -> bytes:

@@ -76,7 +76,7 @@ def prepare_save(
     make_request: Callable[[], SaveRequest],
     *,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Any,
     scheduler: Any,
     loss_scale: Mapping[str, Any] | None,
     extra: Any,
@@ -121,14 +121,14 @@ def prepare_save(
         model_name=type(registry.model() or model).__name__,
         head={
             "tied": dict(registry.tied),
-            "optimizer": inputs.optimizer and {"class": inputs.optimizer.class_name},
+            "optimizers": {name: {"class": each.class_name} for name, each in inputs.optimizers.items()},
             "values": inputs.values | source,
         },
         companions=inputs.companions,
     )
     for name in division:
         if name in inputs.shards:
-            job.add_shard(inputs.shards[name], division, inputs.optimizer)
+            job.add_shard(inputs.shards[name], division, inputs.optimizers)
     job.add_tensors(inputs.random)
     if mesh.position == 0:
         job.add_tensors(inputs.tensors)
@@ -143,11 +143,12 @@ def _names_left_out(model: nn.Module, registry: Registry, inputs: SaveInputs) ->
     if not has_adapters(model):
         return set()
     unchanged = unchanged_names(model, registry)
-    states = inputs.optimizer.described if inputs.optimizer is not None else {}
     kept = {
         name
         for name, each in inputs.shards.items()
-        if each.value.requires_grad or name not in unchanged or states.get(name)
+        if each.value.requires_grad
+        or name not in unchanged
+        or any(content.described.get(name) for content in inputs.optimizers.values())
     }
     return registry.entries.keys() - set().union(*all_gather_objects(kept, registry.mesh.group()))
 
@@ -184,13 +185,13 @@ class RankReport:
         files: size and checksum of its file, by name; empty if it writes nothing.
         parts: checksum and box of its parts as JSON, `CRC,[[start,stop],…]`, by key.
         tensors: dtype and layout of the tensors that it reports, by key.
-        optimizer: options and states of the parameters that it reports.
+        optimizers: options and states of the parameters that it reports, by optimizer.
     """
 
     files: dict[str, FileFacts] = field(default_factory=dict)
     parts: dict[str, list[str]] = field(default_factory=dict)
     tensors: dict[str, tuple[torch.dtype, Layout]] = field(default_factory=dict)
-    optimizer: dict[str, Any] = field(default_factory=dict)
+    optimizers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -199,7 +200,7 @@ class SaveJob:
 
     Attributes:
         content: "all", or "trained" if frozen parameters are left out.
-        head: `tied`, `optimizer` and `values` of the index; of the optimizer only its class.
+        head: `tied`, `optimizers` and `values` of the index; of the optimizers only their classes.
         companions: on rank 0, contents of further files, by name.
         add_files: writes further files into the unfinished checkpoint; all ranks call it.
     """
@@ -222,18 +223,20 @@ class SaveJob:
             if value.numel():
                 self.chunks.append(_Chunk(key, full_box(shape), value))
 
-    def add_shard(self, shard: LocalShard, division: Division, optimizer: OptimizerContent | None) -> None:
+    def add_shard(self, shard: LocalShard, division: Division, optimizers: Mapping[str, OptimizerContent]) -> None:
         """Adds this rank's parts of a model tensor and of its optimizer states."""
         rank = self.mesh.position
         is_reporter = division.first_writer(shard.name) in (rank, None)
         like = {model_key(shard.name): local_part(shard.value).detach()}
-        if optimizer is not None and shard.name in optimizer.described:
-            states = optimizer.described[shard.name]
-            if is_reporter:
-                self.report.optimizer[shard.name] = {"options": optimizer.options[shard.name], "states": states}
-            for state in states:
-                if (shard.name, state) in optimizer.tensors:
-                    self._add_state(shard.name, state, optimizer, like, is_reporter=is_reporter)
+        for name, optimizer in optimizers.items():
+            states = optimizer.described.get(shard.name)
+            if states is not None and is_reporter:
+                reported = self.report.optimizers.setdefault(name, {})
+                reported[shard.name] = {"options": optimizer.options[shard.name], "states": states}
+            for state in states or ():
+                if (tensor := optimizer.tensors.get((shard.name, state))) is not None:
+                    key, facts = state_key(shard.name, state, name), optimizer.described[shard.name][state]
+                    self._add_state(key, tensor, facts, like, is_reporter=is_reporter)
         boxes = slices_of(shard.layout, self.mesh.coords, division.boxes_of(shard.name, rank))
         for key, value in like.items():
             if is_reporter:
@@ -241,10 +244,9 @@ class SaveJob:
             self.chunks += [_Chunk(key, box, value[place]) for box, place in boxes]
 
     def _add_state(
-        self, name: str, state: str, optimizer: OptimizerContent, like: dict[str, Tensor], *, is_reporter: bool
+        self, key: str, tensor: Tensor, facts: Mapping[str, Any], like: dict[str, Tensor], *, is_reporter: bool
     ) -> None:
         """Adds a state. Tensors split like the parameter go into `like`; others are stored in full."""
-        key, tensor, facts = state_key(name, state), optimizer.tensors[name, state], optimizer.described[name][state]
         if "like" in facts:
             like[key] = tensor
         elif "ranks" in facts:
@@ -355,7 +357,7 @@ def write_reported_index(directory: Path, reports: Sequence[RankReport], head: M
     """Writes the index from the ranks' reports, in the order of their files.
 
     Args:
-        head: `tied`, `optimizer` and `values` of the index; of the optimizer only its class.
+        head: `tied`, `optimizers` and `values` of the index; of the optimizers only their classes.
     """
     parts: dict[str, list[str]] = {}
     writing = [report for report in reports if report.files]
@@ -363,17 +365,19 @@ def write_reported_index(directory: Path, reports: Sequence[RankReport], head: M
         for key, texts in report.parts.items():
             parts.setdefault(key, []).extend(f"[{number},{text}]" for text in texts)
     tensors = {key: facts for report in reports for key, facts in report.tensors.items()}
-    optimizer = head["optimizer"]
-    if optimizer is not None:
+    optimizers = {}
+    for optimizer, facts in head["optimizers"].items():
         groups: dict[str, int] = {}  # each different set of options once
         parameters = {
             name: {"group": groups.setdefault(json.dumps(each["options"]), len(groups)), "states": each["states"]}
             for report in reports
-            for name, each in report.optimizer.items()
+            for name, each in report.optimizers.get(optimizer, {}).items()
         }
-        optimizer = {**optimizer, "groups": [json.loads(each) for each in groups], "parameters": parameters}
+        optimizers[optimizer] = {**facts, "groups": [json.loads(each) for each in groups], "parameters": parameters}
+    states = {"optimizer": optimizers.pop("", None)} | ({"optimizers": optimizers} if optimizers else {})
     files = [name for report in writing for name in report.files]
-    return write_index(directory, {**head, "files": files, "optimizer": optimizer}, tensors, parts)
+    head = {"files": files, "tied": head["tied"], **states, "values": head["values"]}
+    return write_index(directory, head, tensors, parts)
 
 
 @contextmanager

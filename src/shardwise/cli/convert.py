@@ -41,7 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="merge this adapter (a checkpoint, or PEFT's directory) into the base CKPT",
     )
     parser.add_argument("--config", metavar="DIRECTORY", help="the model's config, for checkpoints without one")
-    parser.add_argument("--tokenizer", metavar="DIRECTORY", help="tokenizer directory or hub id; copied to OUT")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="DIRECTORY",
+        help="tokenizer directory or hub id, copied to OUT (default for --adapter: that of its base)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,8 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"{out} is not empty", fix="remove it or name another; nothing is overwritten")
-    if arguments.adapter and (arguments.merge_adapter or arguments.dtype or arguments.tokenizer):
-        raise ConfigError("--adapter writes only an adapter", fix="remove --merge-adapter, --dtype and --tokenizer")
+    if arguments.adapter and (arguments.merge_adapter or arguments.dtype):
+        raise ConfigError("--adapter writes only an adapter", fix="remove --merge-adapter and --dtype")
     import torch  # slow to import, as are the next
 
     from shardwise.api.converting import (
@@ -80,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     with open_anywhere(path, arguments.tag) as stored:
         if arguments.adapter:
-            convert_adapter(stored, out)
+            convert_adapter(stored, out, tokenizer=tokenizer)
         else:
             convert_to_hf(stored, out, dtype=dtype, tokenizer=tokenizer)
         print(f"{stored.directory} converted to {out}")

@@ -66,9 +66,9 @@ def _describe(stored: StoredParts, *, with_tensors: bool) -> None:
     for kind, tensors in kinds.items():
         num_elements = sum(math.prod(item.shape) for item in tensors)
         print(f"  {kind:<10} {counted(len(tensors), 'tensor')}, {counted(num_elements, 'element')}")
-    if index.optimizer is not None:
-        groups = len(index.optimizer["groups"])
-        print(f"  optimizer  {index.optimizer['class']}, {counted(groups, 'group')} of options")
+    for name, optimizer in index.optimizers.items():
+        groups = counted(len(optimizer["groups"]), "group")
+        print(f"  optimizer  {name}{': ' if name else ''}{optimizer['class']}, {groups} of options")
     print(f"  values     {', '.join(sorted(index.values))}")
     size = sum(item.num_bytes for item in manifest.files.values())
     print(f"  files      {len(manifest.files)}, {size / 1e6:,.1f} MB")

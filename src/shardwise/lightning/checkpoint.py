@@ -5,18 +5,16 @@
 """
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch.strategies import ParallelStrategy
 
 from shardwise.api.checkpoints import load_checkpoint, save_checkpoint
 from shardwise.checkpoint.collect import state_for_groups
 from shardwise.checkpoint.manifest import MANIFEST
 from shardwise.comm.collectives import broadcast_object
-from shardwise.errors import LoadError, UnsupportedError, counted
+from shardwise.errors import LoadError, UnsupportedError
 
 _OURS = "shardwise"  # what this strategy adds to the state
 _TENSORS = ("state_dict", "optimizer_states")
@@ -27,16 +25,6 @@ def _place_of(path: Any) -> Path:
     place = Path(path)
     name = place.name.lstrip(".")
     return place.with_name(name) if name else place
-
-
-def _only(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    if len(optimizers) != 1:
-        raise UnsupportedError(
-            f"a checkpoint with {counted(len(optimizers), 'optimizer')}",
-            why="its states are kept by the names of parameters, for one optimizer",
-            fix="use one with several parameter groups, or save weights only",
-        )
-    return optimizers[0]
 
 
 class SavesParts(ParallelStrategy):
@@ -66,7 +54,7 @@ class SavesParts(ParallelStrategy):
         """Does nothing: `load_checkpoint` has loaded the model."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes Lightning's state, the module's tensors and its optimizer's as a checkpoint directory.
+        """Writes Lightning's state, the module's tensors and its optimizers' as a checkpoint directory.
 
         Communicates: a broadcast of rank 0's state, and what `shardwise.save_checkpoint` does.
         """
@@ -85,7 +73,7 @@ class SavesParts(ParallelStrategy):
             place.parent,
             tag=place.name,
             model=self.lightning_module,
-            optimizer=_only(self.optimizers) if trains else None,
+            optimizer=self.optimizers if trains else None,
             extra=broadcast_object(extra, group),
         )
 
@@ -108,12 +96,13 @@ class SavesParts(ParallelStrategy):
         ours = state.pop(_OURS)
         del state["step"]
         state |= ours["replaced"]
-        optimizer = _only(self.optimizers) if self.optimizers and ours["trains"] else None
+        optimizers = self.optimizers if ours["trains"] else []
         strict = self.lightning_module.strict_loading
-        load_checkpoint(place.parent, place.name, model=self.lightning_module, optimizer=optimizer, strict=strict)
-        if optimizer is not None:  # rank 0's lists are of the groups of its stage
-            schedules = state.get("lr_schedulers", [])
-            state["lr_schedulers"] = [state_for_groups(each, optimizer.param_groups) for each in schedules]
+        load_checkpoint(place.parent, place.name, model=self.lightning_module, optimizer=optimizers, strict=strict)
+        if optimizers:  # rank 0's lists are of the groups of its stage
+            scheduled = [getattr(each.scheduler, "optimizer", optimizers[0]) for each in self.lr_scheduler_configs]
+            pairs = zip(state.get("lr_schedulers", []), scheduled, strict=False)
+            state["lr_schedulers"] = [state_for_groups(each, optimizer.param_groups) for each, optimizer in pairs]
         return {**state, "state_dict": {}}
 
     def remove_checkpoint(self, filepath: Any) -> None:

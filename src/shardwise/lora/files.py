@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -79,13 +80,19 @@ def _chosen(model: nn.Module, shown: Mapping[str, Tensor], name: str, registry: 
     return gather_from_all(registry.mesh.group(), "naming the tensors of an adapter", choose)[0]
 
 
-def write_adapter_files(directory: Path, state: Mapping[str, Tensor], config: bytes) -> None:
-    """Writes an adapter's weights, and its config to a file and to the weights' header.
+def write_adapter_files(directory: Path, state: Mapping[str, Tensor], config: bytes, *, tokenizer: Any = None) -> None:
+    """Writes an adapter's weights, its config to a file and to the weights' header, and a tokenizer if there is one.
 
     Args:
         state: full CPU tensors by PEFT's names.
     """
     (directory / ADAPTER_CONFIG).unlink(missing_ok=True)  # an older one must not stand beside new weights
+    with tempfile.TemporaryDirectory() as place:
+        if tokenizer is not None:
+            tokenizer.save_pretrained(place)
+        for file in (each for each in Path(place).rglob("*") if each.is_file()):
+            with atomic_file(directory / file.relative_to(place)) as partial:
+                shutil.copyfile(file, partial)
     header = {"format": "pt", "adapter_config": json.dumps(json.loads(config), sort_keys=True)}
     with atomic_file(directory / "adapter_model.safetensors") as partial:
         try:

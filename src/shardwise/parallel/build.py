@@ -205,6 +205,45 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
+_REFUSED = {
+    name: (why, fix)
+    for names, why, fix in (
+        (
+            "device_map max_memory offload_folder offload_state_dict offload_buffers",
+            "the layout and the mesh say which rank holds what",
+            'leave it out; open a mesh of a layout, such as Mesh.open("fsdp2"), with one rank per device',
+        ),
+        (
+            "quantization_config load_in_4bit load_in_8bit",
+            "quantized weights cannot be split yet",
+            'leave it out; dtype="bfloat16" halves the memory of float32',
+        ),
+        (
+            "tp_plan tp_size device_mesh distributed_config",
+            "the layout and the mesh say how a model is split",
+            'leave it out; open a mesh of a layout, such as Mesh.open("tp2"); plan= takes rules of your own',
+        ),
+    )
+    for name in names.split()
+}
+"""Options of `from_pretrained` that are refused: why, and what to do instead."""
+
+
+def take_model_options(options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Returns the `torch_dtype` among the options of `from_pretrained`, and the options that are passed on.
+
+    `low_cpu_mem_usage` is dropped: each rank reads only its parts. So are refused options that are off.
+
+    Raises:
+        UnsupportedError: an option says in another way where or how weights are held.
+    """
+    for name, (why, fix) in _REFUSED.items():
+        if options.get(name):
+            raise UnsupportedError(f"the option {name}={options[name]!r:.100}", why=why, fix=fix)
+    ours = {"torch_dtype", "low_cpu_mem_usage", *_REFUSED}
+    return options.get("torch_dtype"), {name: value for name, value in options.items() if name not in ours}
+
+
 def read_config(
     source: str | os.PathLike[str] | Mapping[str, Any], options: Mapping[str, Any], config_class: Any = AutoConfig
 ) -> tuple[PreTrainedConfig, dict[str, Any]]:
