@@ -12,13 +12,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
 from shardwise.errors import RankError
 from shardwise.failure import ERROR_FILE, Failure, record
+from shardwise.job.environment import read_slurm_environment, set_gpu_defaults
 from shardwise.ranks.rank import ENDING, RankProcess, local_variables, warm
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -75,6 +76,25 @@ def launch(
             return 0
         print(error, file=sys.stderr)
     return 1
+
+
+def run_ranks(words: Sequence[str], body: Callable[[], None], *, num_ranks: int, show_traceback: bool) -> int:
+    """Runs `body` on every rank, which runs `shardwise WORDS`; on one rank, and under a launcher, in this process.
+
+    Returns the exit code.
+    """
+    exit_on_terminate()
+    read_slurm_environment()
+    set_gpu_defaults()
+    if is_rank():
+        end_with_launcher()
+        with record_failures():
+            body()
+        return 0
+    if num_ranks > 1:
+        return launch(words, num_ranks=num_ranks, show_traceback=show_traceback)
+    body()
+    return 0
 
 
 def _launch_once(

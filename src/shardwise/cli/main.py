@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import shardwise
-from shardwise.cli import check, convert, doctor, inspect, launch, plan, train, verify
+from shardwise.cli import check, convert, doctor, evaluate, generate, inspect, launch, plan, train, verify
 from shardwise.cli.config_file import config_reference
 from shardwise.errors import ShardwiseError, did_you_mean
 
@@ -38,6 +38,8 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "check": (check, "list every problem of a run before it starts"),
     "verify": (verify, "prove on a tiny model that a split computes the same numbers"),
     "inspect": (inspect, "describe a checkpoint, and verify its checksums"),
+    "evaluate": (evaluate, "measure a model on held-out data"),
+    "generate": (generate, "let a model write"),
     "convert": (convert, "write a checkpoint's model as a Hugging Face directory"),
     "doctor": (doctor, "check this machine"),
 }

@@ -242,6 +242,22 @@ def find_saved_run(
     return SavedRun(stored, extra, tuple(changed))
 
 
+def open_newest(config: CheckpointConfig, mesh: Mesh) -> StoredParts | None:
+    """Opens the newest checkpoint of a run on every rank, the best one with `best`; None if there is none.
+
+    Communicates: gathers of small objects over all ranks.
+    """
+    if config.dir is None:
+        return None
+    directory = Path(config.dir) / "best" if config.best else Path(config.dir)
+
+    def find() -> bool:
+        return mesh.rank == 0 and directory.is_dir() and bool(find_tags(directory))
+
+    has_any = gather_from_all(mesh.group(), "looking for checkpoints", find)[0]
+    return open_on_all_ranks(directory, None, mesh) if has_any else None
+
+
 def check_saved(config: CheckpointConfig) -> None:
     """Checks the checkpoint from which a run would resume. Reads no parameters."""
     if config.dir is not None and _has_checkpoints(config):

@@ -25,7 +25,7 @@ from shardwise.cli.data import load_tokenizer, prepare_rows
 from shardwise.cli.inputs import check_outputs, check_place, export_mode, find_callback, find_tracker, read_data_state
 from shardwise.cli.metrics import ExampleMetrics, check_metrics
 from shardwise.cli.models import build_model, find_run_apart, make_optimizer, read_model_config, spec_of
-from shardwise.cli.run_checkpoints import BestStep, RunCheckpoints, describe_run, find_saved_run
+from shardwise.cli.run_checkpoints import BestStep, RunCheckpoints, describe_run, find_saved_run, open_newest
 from shardwise.cli.tasks import example_rows, find_task, open_tools
 from shardwise.comm.agree import agree_on, gather_from_all, raise_on_all_ranks
 from shardwise.data.ahead import PackedBatches, PrefetchLoader
@@ -216,6 +216,9 @@ def train(config: TrainConfig) -> StepRecord | None:
     """Trains by `config` on this rank; returns the last step's record."""
     opened = Mesh.open(config.layout, device=config.device, timeout_seconds=config.timeout_seconds)
     with opened as mesh, ExitStack() as open_logs:
+        with raise_on_all_ranks(mesh.group(), "checking the directories to write to"):
+            if mesh.rank == 0 and (problems := check_outputs(config)):
+                raise config_error("the configuration", problems)
         run = _read(config, mesh)
         batches = run.open_batches()
         if config.epochs is not None:
@@ -263,6 +266,23 @@ def train(config: TrainConfig) -> StepRecord | None:
     if checkpoints.ended_by is not None:
         raise SystemExit(128 + checkpoints.ended_by)
     return record
+
+
+def evaluate(config: TrainConfig) -> dict[str, float]:
+    """Measures the run's model on its held-out data; returns the metrics by name, the same on every rank.
+
+    The model is that of the newest checkpoint in `checkpoint.dir` (of its best with `checkpoint.best`), if there is
+    one, else that of `model.path`.
+    """
+    with Mesh.open(config.layout, device=config.device, timeout_seconds=config.timeout_seconds) as mesh:
+        run = _read(config, mesh)
+        stored = open_newest(config.checkpoint, mesh)
+        num_tokens = None if run.tokenizer is None else len(run.tokenizer)
+        model = build_model(config, mesh, run.model_config, run.spec, num_tokens=num_tokens, checkpoint=stored)
+        found = run.open_evaluation(model)()
+        where = config.model.path if stored is None else stored.directory
+        run.console.print(f"{where}: {'  '.join(f'{name} {value:,.4f}' for name, value in found.items())}")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,26 +362,30 @@ class _Run:
             fix="give every machine the same files, or a directory that all of them share",
         )
 
+    def open_evaluation(self, model: torch.nn.Module) -> Callable[[], dict[str, float]]:
+        """Returns a function that measures the model on the held-out data; see `build_evaluation`."""
+        config, mesh = self.config, self.mesh
+        held_out_batches = functools.partial(
+            evaluation_batches,
+            self.read_rows(held_out(config.data, config.evaluation)),
+            batch_size=config.batch_size,
+            max_batches=config.evaluation.max_batches,
+            data_rank=mesh.data_rank,
+            data_size=mesh.data_size,
+            counts_rows=counts_rows(find_model(model)),
+        )
+        observer = None
+        if self.tools is not None and self.task.metrics:
+            limit = config.evaluation.max_new_tokens
+            observer = ExampleMetrics(self.task, self.tools, model, mesh, max_new_tokens=limit)
+        return build_evaluation(model, mesh, held_out_batches, observer)
+
     def build_components(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: PrefetchLoader, *, num_done: int
     ) -> TrainingComponents:
         """Returns the arguments of the training loop."""
-        config, mesh, evaluate = self.config, self.mesh, None
-        if config.evaluation.path is not None:
-            held_out_batches = functools.partial(
-                evaluation_batches,
-                self.read_rows(held_out(config.data, config.evaluation)),
-                batch_size=config.batch_size,
-                max_batches=config.evaluation.max_batches,
-                data_rank=mesh.data_rank,
-                data_size=mesh.data_size,
-                counts_rows=counts_rows(find_model(model)),
-            )
-            observer = None
-            if self.tools is not None and self.task.metrics:
-                limit = config.evaluation.max_new_tokens
-                observer = ExampleMetrics(self.task, self.tools, model, mesh, max_new_tokens=limit)
-            evaluate = build_evaluation(model, mesh, held_out_batches, observer)
+        config, mesh = self.config, self.mesh
+        evaluate = self.open_evaluation(model) if config.evaluation.path is not None else None
         skips = config.precision.nonfinite == "skip" or config.precision.compute == "float16"
         step = TrainStep(model, mesh, num_microbatches=num_microbatches_of(config))
         return TrainingComponents(
@@ -474,13 +498,10 @@ def count_steps(config: TrainConfig, num_rows: int) -> TrainConfig:
 
 
 def _read(config: TrainConfig, mesh: Mesh) -> _Run:
-    """Checks the directories that the run writes to, and reads tokenizer and model config."""
+    """Reads what a rank needs before it builds the model."""
     if mesh.rank != 0:
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-    with raise_on_all_ranks(mesh.group(), "checking the directories to write to"):
-        if mesh.rank == 0 and (problems := check_outputs(config)):
-            raise config_error("the configuration", problems)
     task = TASKS[find_task(config)]
     check_metrics(config, task)
     tokenizer = load_tokenizer(config) if "tokenizer" in task.needs else None

@@ -1,0 +1,41 @@
+"""`shardwise evaluate`: measures a model on held-out data."""
+
+import argparse
+from pathlib import Path
+
+from shardwise.cli.config_file import read_config
+from shardwise.cli.launch import run_ranks
+from shardwise.errors import ConfigError
+from shardwise.topology.shape import MeshShape
+
+HELP = """\
+Measure the model of a run on the data at `evaluation.path`: its loss, and perplexity or the metrics of its task. The
+model is that of the newest checkpoint in `checkpoint.dir`, the best one with `checkpoint.best`; without a checkpoint,
+that of `model.path`.
+
+  shardwise evaluate run.yaml
+  shardwise evaluate run.yaml model.path=runs/first/model checkpoint.dir=null evaluation.path=other.jsonl layout=fsdp2
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `shardwise evaluate`."""
+    parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help="the run, as for `shardwise train`")
+    # Without a default argparse calls them required.
+    parser.add_argument("overrides", nargs="*", default=None, metavar="key=value", help="keys that override the file's")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code."""
+    config = read_config(arguments.config, arguments.overrides)
+    if config.evaluation.path is None:
+        raise ConfigError("evaluation.path is missing", fix="name held-out data: evaluation.path=held.jsonl")
+
+    def body() -> None:
+        from shardwise.cli.training import evaluate  # torch and transformers are slow to import
+
+        evaluate(config)
+
+    words = ["evaluate", str(arguments.config), *arguments.overrides, *(["--traceback"] * arguments.traceback)]
+    num_ranks = MeshShape.parse(config.layout).world_size
+    return run_ranks(words, body, num_ranks=num_ranks, show_traceback=arguments.traceback)

@@ -1,0 +1,100 @@
+"""`shardwise generate`: lets a model continue a prompt, or answer it as a chat."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from shardwise.cli.launch import run_ranks
+from shardwise.errors import ConfigError
+from shardwise.topology.shape import MeshShape
+
+HELP = """\
+Let a causal model continue a prompt, or with --chat answer it, on as many ranks as the layout names. Without --prompt
+the prompt is read from standard input. MODEL is a model directory, a hub id, or a directory of Shardwise's checkpoints
+(the newest is taken; it needs --tokenizer).
+
+  shardwise generate path/or/hub-id --prompt "def add(a, b):"
+  shardwise generate runs/first/model --chat --prompt "What is 2+2?" --layout tp2 --temperature 0.7
+  shardwise generate runs/first/checkpoints --tokenizer path/or/hub-id --adapter runs/lora/model < question.txt
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `shardwise generate`."""
+    parser.add_argument("model", metavar="MODEL", help="model directory, hub id, or directory of checkpoints")
+    parser.add_argument("--prompt", metavar="TEXT", help="what is continued (default: standard input)")
+    parser.add_argument("--chat", action="store_true", help="write the prompt as a user's message by the chat template")
+    parser.add_argument("--layout", default="tp1", metavar="LAYOUT", help="ranks along each axis (default: tp1)")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="most tokens (default: 128)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest (default)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random numbers (default: 0)")
+    parser.add_argument("--dtype", default=None, help="such as bfloat16 (default: that of the weights)")
+    parser.add_argument("--tokenizer", metavar="DIRECTORY", help="tokenizer directory or hub id (default: the model's)")
+    parser.add_argument("--adapter", metavar="DIRECTORY", help="a PEFT adapter on the model")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code."""
+    shape = MeshShape.parse(arguments.layout)
+    if shape.data_size > 1:
+        raise ConfigError(f"the layout {shape} has data ranks", why="there is one prompt", fix="use tp and pp ranks")
+    if arguments.prompt is None:
+        arguments.prompt = sys.stdin.read()
+    options = {key: value for key, value in vars(arguments).items() if key not in ("command", "run", "model")}
+    words = ["generate", arguments.model]
+    for key, value in options.items():
+        name = f"--{key.replace('_', '-')}"
+        words += [name] if value is True else [f"{name}={value}"] if value not in (None, False) else []
+    return run_ranks(
+        words, lambda: _generate(arguments, shape), num_ranks=shape.world_size, show_traceback=arguments.traceback
+    )
+
+
+def _generate(arguments: argparse.Namespace, shape: MeshShape) -> None:
+    import torch  # slow to import, as are the next
+    from transformers import TextStreamer
+
+    from shardwise.api.building import load_by_spec
+    from shardwise.checkpoint.load import open_on_all_ranks
+    from shardwise.checkpoint.store import find_tags
+    from shardwise.cli.data import read_tokenizer
+    from shardwise.mesh import Mesh
+    from shardwise.parallel.build import read_config
+    from shardwise.plan.options import ParallelSpec
+
+    place = Path(arguments.model)
+    is_checkpoint = place.is_dir() and bool(find_tags(place))
+    tokenizer = read_tokenizer(arguments.tokenizer or arguments.model, option="--tokenizer")
+    with Mesh.open(shape) as mesh:
+        stored, source = None, arguments.model
+        if is_checkpoint:
+            stored = open_on_all_ranks(place, None, mesh)
+            source = read_config(stored.directory / "config.json", {})[0]
+        model: Any = load_by_spec(
+            source,
+            mesh,
+            ParallelSpec(),
+            dtype=arguments.dtype,
+            seed=0,
+            adapter=arguments.adapter,
+            checkpoint=stored,
+            options={},
+        )
+        ids = _encode(tokenizer, arguments.prompt, is_chat=arguments.chat)
+        ids = {name: value.to(mesh.device) for name, value in ids.items() if name in ("input_ids", "attention_mask")}
+        samples = {"do_sample": True, "temperature": arguments.temperature} if arguments.temperature else {}
+        shown = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if mesh.rank == 0 else None
+        torch.manual_seed(arguments.seed)
+        model.generate(
+            **ids, max_new_tokens=arguments.max_new_tokens, streamer=shown, **(samples or {"do_sample": False})
+        )
+
+
+def _encode(tokenizer: Any, prompt: str, *, is_chat: bool) -> Any:
+    if not is_chat:
+        return tokenizer(prompt, return_tensors="pt")
+    if not tokenizer.chat_template:
+        raise ConfigError("the tokenizer has no chat template", fix="leave out --chat, or name another --tokenizer")
+    messages = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
