@@ -3,11 +3,13 @@
 import json
 import os
 import pickle
+import sys
 import time
 import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import TracebackType
 
 from shardwise.errors import ShardwiseError
 
@@ -74,3 +76,22 @@ def record(error: BaseException) -> None:
     with suppress(OSError):
         partial.write_text(json.dumps({"message": theirs, "failure": asdict(failure)}), encoding="utf-8")
         partial.replace(path)
+
+
+def leave_errors_to_launcher() -> None:
+    """Under torchrun, lets its summary show an uncaught `ShardwiseError`, in place of a traceback from every rank.
+
+    Sets `sys.excepthook`. SHARDWISE_TRACEBACK=1 keeps the tracebacks.
+    """
+    keeps = os.environ.get("SHARDWISE_TRACEBACK") or sys.excepthook is not sys.__excepthook__
+    if keeps or ERROR_FILE not in os.environ:
+        return
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, ShardwiseError):
+            record(error)
+            if Path(os.environ[ERROR_FILE]).exists():
+                return
+        sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = show

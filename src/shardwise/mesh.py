@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import MeshError
-from shardwise.failure import record
+from shardwise.failure import leave_errors_to_launcher, record
 from shardwise.job.environment import read_slurm_environment
 from shardwise.job.groups import Groups, make_groups, new_group, ranks_along, read_device_mesh, read_groups, wide_axes
 from shardwise.job.processes import current_heartbeat, end_processes, pick_device, start_processes
@@ -92,6 +92,7 @@ class Mesh:
 
         Communicates: the rendezvous, and the creation of one process group per axis larger than 1.
         """
+        leave_errors_to_launcher()
         if not isinstance(layout, str | MeshShape):
             raise MeshError(
                 f"a layout cannot be a {type(layout).__name__}", fix='use text such as "fsdp2.tp4", or a MeshShape'

@@ -92,6 +92,16 @@ def test_a_run_under_torchrun_starts_again_when_a_rank_was_killed_and_ends_with_
     check_ended(ranks)
 
 
+def test_an_error_of_ours_in_a_script_under_torchrun_is_in_its_summary_alone(tmp_path):
+    (tmp_path / "script.py").write_text('import shardwise\nshardwise.Mesh.open("tp3")\n')
+    command = [sys.executable, *TORCHRUN, str(tmp_path / "script.py")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    )
+    assert done.returncode and done.stderr.count("Traceback (most recent call last)") == 1, "torchrun's own"
+    assert "error: the layout tp3 needs 3 ranks, but 2 are running" in done.stderr.partition("Root Cause")[2]
+
+
 def test_the_rank_that_was_told_to_end_is_named(path, tree, run_forked, capfd):  # noqa: F811
     def tell(ranks):
         ranks[1].terminate()
