@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import io
+import json
+import re
+import shutil
+import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 import yaml
+from PIL import Image
 
 from shardwise.cli.main import main
 from tests.cli.test_train import MODEL, make_tokenizer
@@ -97,3 +103,25 @@ def test_a_chat_is_answered_by_the_template(origin, capfd):
     assert "no chat template" in capfd.readouterr().err
     assert main(["generate", str(origin / "out"), "--prompt", "a", "--layout", "fsdp2"]) == 1
     assert "has data ranks" in capfd.readouterr().err
+
+
+def test_a_page_tells_of_a_run(origin, tmp_path, capfd):
+    run = yaml.safe_load((origin / "run.yaml").read_text())
+    run |= {"layout": "pp2", "log": {"dir": str(tmp_path), "timeline": 3}, "checkpoint": {}, "export": None}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    assert main(["train", str(tmp_path / "run.yaml")]) == 0
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert len(json.loads((tmp_path / "ranks.json").read_text())["memory_bytes"]) == 2
+    for part in ("step 6, loss", "held out", "perplexity", "tokens a second", "most memory", "stage", "checkpoint.dir"):
+        assert part in page, part
+    assert page.count("<svg") >= 4 + 2 + 1, "curves, ranks and the timeline"
+    assert not re.search(r"(src|href)=|@import|url\(", page), "nothing is fetched"
+    HTMLParser().feed(page)
+    if (browser := shutil.which("chromium")) is not None:
+        shot, options = tmp_path / "page.png", ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,900"]
+        subprocess.run([browser, *options, f"--screenshot={shot}", f"file://{tmp_path}/page.html"], check=True)
+        drawn = {colour for _, colour in Image.open(shot).convert("RGB").getcolors(2**20)}
+        assert {(0x33, 0x67, 0xD6), (0xD9, 0x65, 0x2B)} <= drawn, "both curves of the loss"
+    assert main(["report", str(tmp_path / "nowhere")]) == 1
+    assert "holds no train.jsonl" in capfd.readouterr().err

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import shardwise
-from shardwise.cli import check, convert, doctor, evaluate, generate, inspect, launch, plan, train, verify
+from shardwise.cli import check, convert, doctor, evaluate, generate, inspect, launch, plan, report, train, verify
 from shardwise.cli.config_file import config_reference
 from shardwise.errors import ShardwiseError, did_you_mean
 
@@ -40,6 +40,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "inspect": (inspect, "describe a checkpoint, and verify its checksums"),
     "evaluate": (evaluate, "measure a model on held-out data"),
     "generate": (generate, "let a model write"),
+    "report": (report, "write a page about a run"),
     "convert": (convert, "write a checkpoint's model as a Hugging Face directory"),
     "doctor": (doctor, "check this machine"),
 }

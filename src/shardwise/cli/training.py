@@ -28,6 +28,7 @@ from shardwise.cli.models import build_model, find_run_apart, make_optimizer, re
 from shardwise.cli.run_checkpoints import BestStep, RunCheckpoints, describe_run, find_saved_run, open_newest
 from shardwise.cli.tasks import example_rows, find_task, open_tools
 from shardwise.comm.agree import agree_on, gather_from_all, raise_on_all_ranks
+from shardwise.comm.collectives import all_gather_objects
 from shardwise.data.ahead import PackedBatches, PrefetchLoader
 from shardwise.data.batch import counts_rows
 from shardwise.data.config import DataConfig, held_out, sources_of
@@ -47,6 +48,7 @@ from shardwise.train.loop import (
     TrainingComponents,
     build_evaluation,
     evaluation_batches,
+    peak_memory_bytes,
     run_loop,
 )
 from shardwise.train.run_config import LogConfig, TrainConfig, check_config, num_microbatches_of
@@ -451,8 +453,9 @@ class _Run:
         self.console.print("\n".join(lines))
 
     def finish(self, model: torch.nn.Module, batches: PrefetchLoader) -> None:
-        """Exports the model, and writes the data state."""
+        """Exports the model, and writes the data state and the memory of every rank."""
         config = self.config
+        memory = all_gather_objects(peak_memory_bytes(self.mesh.device), self.mesh.group())
         try:
             if config.export is not None:
                 self.export(model, config.export)
@@ -461,6 +464,8 @@ class _Run:
             if self.mesh.rank == 0:
                 with atomic_file(Path(config.log.dir) / "data_state.json") as partial:
                     partial.write_text(json.dumps(batches.state_dict(), indent=1), encoding="utf-8")
+                with atomic_file(Path(config.log.dir) / "ranks.json") as partial:
+                    partial.write_text(json.dumps({"memory_bytes": memory}), encoding="utf-8")
 
     def export(self, model: torch.nn.Module, directory: str) -> None:
         """Exports the model to `directory`, or beside the log if that fails, so that no weights are lost."""

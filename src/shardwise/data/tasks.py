@@ -155,15 +155,14 @@ def _encode_seen(record: Record, tools: Tools) -> Example:
     images = [read_image(image, tools.directory) for image in raw]
     shown = Record(record.place, {"messages": [_without_images(message) for message in messages]})
     _, learned = read_messages(shown, "messages", {"messages": "messages"})
-    ids, is_target = [], []
-    encoded = _see(tools, messages, images)
+    encoded, spans = _see(tools, messages, images), []
     for place, message in enumerate(messages):
         if message["role"] == "assistant" and learned[place]:
             before = _see(tools, messages[:place], images, asks=True)["input_ids"][0]
             until = _see(tools, messages[: place + 1], images)["input_ids"][0]
-            ids.append((len(before), len(until)))
+            spans.append((len(before), len(until)))
     tokens = encoded["input_ids"][0]
-    is_target = [any(start <= number < stop for start, stop in ids) for number in range(len(tokens))]
+    is_target = [any(start <= number < stop for start, stop in spans) for number in range(len(tokens))]
     found = {name: value if is_medium(name) else value[0] for name, value in encoded.items()}
     return found | {"labels": np.where(is_target, tokens, IGNORED)}
 
@@ -226,82 +225,45 @@ def read_sound(value: Any, directory: Path, *, rate: int) -> Any:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Task:
     """How a task is trained.
 
     Attributes:
         auto_class: name of transformers' auto class.
-        needs: the tools that it takes.
-        columns: what a record holds, by the names that `data.columns` may map to others.
         encode: turns a record into an example; None for text, whose documents are kept in a file.
+        columns: what a record holds, by the names that `data.columns` may map to others; labels come last.
         metrics: what is measured besides the loss.
+        needs: the tools that it takes.
     """
 
     auto_class: str
-    needs: tuple[str, ...] = ("tokenizer",)
-    columns: tuple[str, ...] = ()
     encode: Callable[[Record, Tools], Example] | None = None
+    columns: tuple[str, ...] = ()
     metrics: Literal["", "classes", "spans", "summaries", "words", "frames"] = ""
+    needs: tuple[str, ...] = ("tokenizer",)
 
 
+_SPEECH, _HEARD = ("audio", "tokenizer"), ("audio", "text")
 TASKS: dict[str, Task] = {
-    "causal-lm": Task(auto_class="AutoModelForCausalLM"),
-    "masked-lm": Task(auto_class="AutoModelForMaskedLM"),
-    "seq2seq-lm": Task(
-        auto_class="AutoModelForSeq2SeqLM", columns=("prompt", "response"), encode=_encode_pair, metrics="summaries"
-    ),
-    "sequence-classification": Task(
-        auto_class="AutoModelForSequenceClassification",
-        columns=("text", "label"),
-        encode=_encode_text,
-        metrics="classes",
-    ),
-    "token-classification": Task(
-        auto_class="AutoModelForTokenClassification",
-        columns=("tokens", "tags"),
-        encode=_encode_words,
-        metrics="classes",
-    ),
+    "causal-lm": Task("AutoModelForCausalLM"),
+    "masked-lm": Task("AutoModelForMaskedLM"),
+    "seq2seq-lm": Task("AutoModelForSeq2SeqLM", _encode_pair, ("prompt", "response"), "summaries"),
+    "sequence-classification": Task("AutoModelForSequenceClassification", _encode_text, ("text", "label"), "classes"),
+    "token-classification": Task("AutoModelForTokenClassification", _encode_words, ("tokens", "tags"), "classes"),
     "question-answering": Task(
-        auto_class="AutoModelForQuestionAnswering",
-        columns=("question", "context", "answers"),
-        encode=_encode_question,
-        metrics="spans",
+        "AutoModelForQuestionAnswering", _encode_question, ("question", "context", "answers"), "spans"
     ),
     "image-classification": Task(
-        auto_class="AutoModelForImageClassification",
-        needs=("images",),
-        columns=("image", "label"),
-        encode=_encode_image,
-        metrics="classes",
+        "AutoModelForImageClassification", _encode_image, ("image", "label"), "classes", ("images",)
     ),
     "audio-classification": Task(
-        auto_class="AutoModelForAudioClassification",
-        needs=("audio",),
-        columns=("audio", "label"),
-        encode=_encode_sound,
-        metrics="classes",
+        "AutoModelForAudioClassification", _encode_sound, ("audio", "label"), "classes", ("audio",)
     ),
-    "speech-seq2seq": Task(
-        auto_class="AutoModelForSpeechSeq2Seq",
-        needs=("audio", "tokenizer"),
-        columns=("audio", "text"),
-        encode=_encode_speech,
-        metrics="words",
-    ),
-    "ctc": Task(
-        auto_class="AutoModelForCTC",
-        needs=("audio", "tokenizer"),
-        columns=("audio", "text"),
-        encode=_encode_speech,
-        metrics="frames",
-    ),
+    "speech-seq2seq": Task("AutoModelForSpeechSeq2Seq", _encode_speech, _HEARD, "words", _SPEECH),
+    "ctc": Task("AutoModelForCTC", _encode_speech, _HEARD, "frames", _SPEECH),
     "image-text-to-text": Task(
-        auto_class="AutoModelForImageTextToText",
-        needs=("tokenizer", "processor"),
-        columns=("messages",),
-        encode=_encode_seen,
+        "AutoModelForImageTextToText", _encode_seen, ("messages",), "", ("tokenizer", "processor")
     ),
 }
 """The tasks of `shardwise train` by name."""

@@ -375,7 +375,7 @@ def _record(parts: TrainingComponents, step: _Step, loss: float, grad_norm: floa
         grad_norm=grad_norm,
         tokens=step.result.num_tokens,
         tokens_per_second=step.result.num_tokens / seconds,
-        memory_bytes=_peak_memory_bytes(parts.device),
+        memory_bytes=peak_memory_bytes(parts.device),
         reserved_bytes=torch.cuda.max_memory_reserved(parts.device) if parts.device.type == "cuda" else None,
         tflops=rate / 1e12 if rate else None,
         mfu=rate / peak if rate and peak else None,
@@ -387,7 +387,8 @@ def _peak_flops(device: torch.device) -> float | None:
     return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
-def _peak_memory_bytes(device: torch.device) -> int:
+def peak_memory_bytes(device: torch.device) -> int:
+    """Returns the most memory so far, in bytes: allocated on a GPU, or of the process without one."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -126,7 +126,7 @@ class LogConfig:
 
     dir: Place = "runs/latest"
     """Holds train.jsonl (one object a step), config.yaml, data_state.json (where the reading of the data stands after
-    the last step) and, if asked for, tensorboard/."""
+    the last step), ranks.json (the most memory of each rank) and, if asked for, tensorboard/."""
     every: PositiveInt = 10
     """Print every N steps when the output is not a terminal. On GPUs, metrics are also read from the device every N
     steps; train.jsonl still has every step."""
