@@ -348,6 +348,12 @@ def test_a_head_that_a_checkpoint_lacks_is_drawn_and_exported_with_the_labels(or
     assert body["encoder.layer.0.attention.self.query.weight"].shape == (32, 32)
 
 
+def test_the_processors_of_a_model_are_exported_with_it(origin, tmp_path):
+    run = run_of(origin, "image-classification", tmp_path, evaluation={}, steps=1, export=str(tmp_path / "out"))
+    train(config_of(run))
+    assert transformers.AutoImageProcessor.from_pretrained(tmp_path / "out").size == {"height": 16, "width": 16}
+
+
 def test_numbers_are_learned_as_numbers(origin, tmp_path):
     texts = sentences(8)
     write_lines(tmp_path / "stars.jsonl", [{"text": text, "label": len(text) / 10} for text in texts])

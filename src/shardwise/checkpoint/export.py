@@ -10,6 +10,7 @@ writers; its own next tensor waits for the thread.
 import copy
 import itertools
 import os
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -170,6 +171,7 @@ class Export:
         self._shards.close()
 
 
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json")
 
 
@@ -263,7 +265,7 @@ def _total(model: nn.Module, metas: Mapping[str, Tensor], size: Callable[[Tensor
 
 
 def _write_companions(model: nn.Module, directory: Path, tokenizer: Any, *, is_tied: bool) -> None:
-    """Writes config, generation config and tokenizer beside the weights; for other models only a tokenizer."""
+    """Writes config, generation config, tokenizer and processors beside the weights; of other models a tokenizer."""
     if isinstance(model, PreTrainedModel):
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__]
@@ -274,6 +276,9 @@ def _write_companions(model: nn.Module, directory: Path, tokenizer: Any, *, is_t
         if model.can_generate():
             model.generation_config.save_pretrained(directory)
         tokenizer = tokenizer_at(model.name_or_path) if tokenizer is None else tokenizer
+        for name in _PROCESSOR_FILES:
+            if (file := Path(model.name_or_path) / name).is_file():
+                shutil.copyfile(file, directory / name)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
 

@@ -469,13 +469,7 @@ class _Run:
 
     def export(self, model: torch.nn.Module, directory: str) -> None:
         """Exports the model to `directory`, or beside the log if that fails, so that no weights are lost."""
-
-        def export(place: str | Path) -> None:
-            export_pretrained(model, place, tokenizer=self.tokenizer, adapter=export_mode(self.config))
-            for processor in (self.tools.images, self.tools.audio, self.tools.processor) if self.tools else ():
-                if processor is not None and self.mesh.rank == 0:
-                    processor.save_pretrained(place)
-
+        export = functools.partial(export_pretrained, model, tokenizer=self.tokenizer, adapter=export_mode(self.config))
         try:
             export(directory)
         except Exception as error:
