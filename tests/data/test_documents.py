@@ -105,7 +105,7 @@ def test_rows_are_packed_tightly_as_one_document_after_the_other_would_be(longes
 
 @pytest.mark.parametrize("apart", ["positions", "padded"])
 def test_a_document_takes_few_bytes(tmp_path, apart):
-    path, number = tmp_path / "out", 100_000
+    path, number = tmp_path / "out", 20_000
     one = document(0, 5)
     tracemalloc.start()
     write_documents(path, itertools.repeat(one, number))
