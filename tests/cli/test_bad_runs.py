@@ -147,7 +147,7 @@ CASES = {
     "model: no generation config": (
         lambda: Path("model/generation_config.json").write_text("[]"),
         [],
-        ["cannot read the generation_config.json of 'model'"],
+        ["model.path: cannot read the generation_config.json of 'model'"],
     ),
     "model: hub id and no hub": (
         None,

@@ -209,6 +209,20 @@ def import_datasets(config: SourceConfig) -> Any:
     return datasets
 
 
+def find_dataset(config: SourceConfig) -> None:
+    """Raises `LoadError` if the data set cannot be had. Downloads at most what describes it."""
+    datasets = import_datasets(config)
+    if Path(str(config.dataset)).is_dir():
+        return
+    try:
+        datasets.load_dataset_builder(config.dataset, config.subset)
+    except Exception as error:  # of many kinds, some of which only the library has
+        what = f"the data set {config.dataset!r} cannot be had"
+        raise LoadError(
+            what, why=one_line(error), fix="check its name and subset, and that the hub is reached"
+        ) from error
+
+
 def _open_dataset(config: SourceConfig) -> dict[str, Any]:
     """Returns the rows of a split, their number (0: unknown), and a text that changes with them."""
     datasets = import_datasets(config)

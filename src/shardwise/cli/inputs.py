@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.cli.config_file import Problems
-from shardwise.cli.data import import_datasets
+from shardwise.cli.data import find_dataset
 from shardwise.data.config import held_out, patterns_of, sources_of
 from shardwise.data.corpus import find_files
 from shardwise.errors import ConfigError, LoadError, did_you_mean, one_line
@@ -38,7 +38,7 @@ def check_inputs(config: TrainConfig) -> list[Problem]:
                 find_files(Path(read.path), patterns_of(read))
         if read.dataset is not None:
             with problems.of(f"{key}.dataset"):
-                import_datasets(read)
+                find_dataset(read)
     if data.state is not None:
         with problems.of("data.state"):
             read_data_state(data.state)

@@ -22,9 +22,10 @@ from shardwise.errors import ConfigError, ShardwiseError, did_you_mean, one_line
 from shardwise.loss.label_use import check_label_use
 from shardwise.mesh import Mesh
 from shardwise.optim.optimizer import build_optimizer
-from shardwise.parallel.build import num_positions, read_config
+from shardwise.parallel.build import num_positions, read_config, read_generation_config
 from shardwise.plan.options import ParallelSpec, Precision
 from shardwise.probe.label_use import probe_document_masking
+from shardwise.runtime.adapter_facts import find_model
 from shardwise.topology.shape import MeshShape
 from shardwise.train.run_config import OptimizerConfig, Problem, TrainConfig
 
@@ -147,6 +148,9 @@ def _rehearse(config: TrainConfig, model_config: Any) -> list[Problem]:
             adapter=adapter,
         )
         with rehearsal.open() as model:
+            if config.model.path is not None:
+                with problems.of("model.path"):
+                    read_generation_config(find_model(model), config.model.path, {})
             with problems.of("model"):
                 check_label_use(model)
             with problems.of("optimizer"):
