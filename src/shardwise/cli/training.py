@@ -34,7 +34,7 @@ from shardwise.data.batch import counts_rows
 from shardwise.data.config import DataConfig, held_out, sources_of
 from shardwise.data.rows import DocumentMasking, Rows
 from shardwise.data.tasks import TASKS, ExampleRows, Task, Tools
-from shardwise.errors import LoadError, ShardwiseError, counted
+from shardwise.errors import ConfigError, LoadError, ShardwiseError, counted, one_line
 from shardwise.mesh import Mesh
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.parameters.registry import find_parameters, local_part, registry_of
@@ -132,9 +132,12 @@ class TrackerLog:
         known = find_tracker(name)
         # It asks accelerate for the main process otherwise; only rank 0 makes one.
         made: Any = type(known.__name__, (known,), {"main_process_only": False})
-        self._tracker = made(config.log.project, *([config.log.dir] if known.requires_logging_directory else []))
-        self._tracker.start()
-        self._tracker.store_init_configuration(dict(settings))
+        try:
+            self._tracker = made(config.log.project, *([config.log.dir] if known.requires_logging_directory else []))
+            self._tracker.start()
+            self._tracker.store_init_configuration(dict(settings))
+        except Exception as error:  # of the tracker's own kinds: it asks for a key, or a server does not answer
+            raise ConfigError(f"the tracker {name!r} cannot start", at="log.to", why=one_line(error)) from error
 
     def report(self, record: StepRecord) -> None:
         """Logs every quantity of the record."""
