@@ -129,11 +129,12 @@ class TrackerLog:
     """
 
     def __init__(self, name: str, config: TrainConfig, settings: Mapping[str, Any]) -> None:
+        from accelerate import PartialState  # optional
+
         known = find_tracker(name)
-        # It asks accelerate for the main process otherwise; only rank 0 makes one.
-        made: Any = type(known.__name__, (known,), {"main_process_only": False})
         try:
-            self._tracker = made(config.log.project, *([config.log.dir] if known.requires_logging_directory else []))
+            PartialState()  # trackers log through it
+            self._tracker = known(config.log.project, *([config.log.dir] if known.requires_logging_directory else []))
             self._tracker.start()
             self._tracker.store_init_configuration(dict(settings))
         except Exception as error:  # of the tracker's own kinds: it asks for a key, or a server does not answer
