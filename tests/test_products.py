@@ -176,6 +176,7 @@ def clip_in_parts(mesh):
     """By parts of which stages have some, or none: the embedding and the head."""
     whole = tiny_model("llama", num_hidden_layers=2, tie_word_embeddings=False).train()
     model, norms = split(mesh), []
+    beside = split(mesh)  # another model of the same ranks
     batch = tiny_batch(whole, rows=4)
     whole(**batch).loss.backward()
     model(**rows_of(batch, mesh)).loss.backward()
@@ -184,6 +185,7 @@ def clip_in_parts(mesh):
         norms.append([float(clip(each, 1e-3)) for clip, each in zip(_CLIPS, chosen, strict=True)])
     found = shardwise.full_gradients(model)
     worst = max(float((found[name] - value.grad).abs().max()) for name, value in whole.named_parameters())
+    assert beside.training
     return norms, worst
 
 

@@ -98,7 +98,7 @@ def test_size_one_axes_may_be_left_out_or_written():
         ("tp2.pp2", 'write "pp2.tp2"'),
         ("tp2.tp4", "axis 'tp' is given twice, with sizes 2 and 4"),
         ("fdsp2", "unknown axis 'fdsp' (did you mean 'fsdp'?)"),
-        ("dp2", "unknown axis 'dp' (did you mean 'ddp'?)"),
+        ("dp2", "there is no axis 'dp': data ranks are fsdp"),
         ("tp0", "axis 'tp' has size 0"),
         ("tp-2", "axis 'tp' has size -2"),
         ("tp", "'tp' is not an axis name followed by a size"),

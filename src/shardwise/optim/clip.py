@@ -15,10 +15,10 @@ from shardwise.parameters.registry import (
     Registry,
     entry_of,
     find_parameters,
+    find_staged,
     local_part,
     registry_of,
     reshard,
-    staged_registries,
 )
 
 
@@ -83,7 +83,7 @@ def _gradients(
         tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         pairs = [(parameter, entry_of(parameter)) for parameter in tensors]
         registry = next((entry.registry for _, entry in pairs if entry is not None), None)
-        if not tensors and len(staged := staged_registries()) == 1:  # a stage without any takes part in the sum
-            registry = staged[0]
+        if not tensors:  # a stage without any takes part in the sum
+            registry = find_staged()
     with_gradient = [(gradient, entry) for parameter, entry in pairs if (gradient := parameter.grad) is not None]
     return [(local_part(gradient), entry) for gradient, entry in with_gradient], registry

@@ -277,9 +277,10 @@ def note_parameters(model: nn.Module, registry: Registry) -> None:
 _STAGED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # the models of this process that are split into stages
 
 
-def staged_registries() -> list[Registry]:
-    """Returns the registries of the models in stages whose mesh is open."""
-    return [registry for model in _STAGED if (registry := registry_of(model)).mesh.device_mesh is not None]
+def find_staged() -> Registry | None:
+    """Returns the registry of a model in stages whose mesh is open; None if there is none, or those are on several."""
+    found = [registry for model in _STAGED if (registry := registry_of(model)).mesh.device_mesh is not None]
+    return found[0] if len({id(registry.mesh) for registry in found}) == 1 else None
 
 
 def attach_registry(model: nn.Module, registry: Registry) -> None:
