@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 import wave
 from pathlib import Path
 
@@ -12,17 +13,24 @@ import numpy as np
 import pytest
 import torch
 import transformers
+import yaml
 from PIL import Image
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torchmetrics.functional.classification import multiclass_f1_score
 from torchmetrics.functional.text import rouge_score, squad, word_error_rate
 
+from shardwise.cli import training
 from shardwise.cli.data import load_tokenizer
+from shardwise.cli.main import main
 from shardwise.cli.models import read_model_config
-from shardwise.cli.tasks import class_to_probe, example_rows, find_task, open_tools
+from shardwise.cli.tasks import class_to_probe, example_rows, find_task, open_tools, read_task_records
 from shardwise.cli.training import train
 from shardwise.data.ahead import PackedBatches
-from shardwise.data.tasks import TASKS
+from shardwise.data.config import held_out
+from shardwise.data.documents import Documents, Record
+from shardwise.data.rows import StreamRows
+from shardwise.data.tasks import TASKS, MaskedRows, Tools, collate
 from shardwise.errors import ConfigError, LoadError
 from shardwise.ranks.spawn import spawn
 from tests.cli.test_train import config_of
@@ -388,7 +396,12 @@ def test_the_best_step_is_kept_and_exported_and_a_run_that_gets_worse_ends(origi
 
 
 WRONG = {
-    "another column": ("sequence-classification", {"data": {"columns": {}}}, "there is no key 'text'", "columns.text"),
+    "another column": (
+        "sequence-classification",
+        {"data": {"columns": {}}},
+        "there is no 'text'",
+        "data.columns={text: ...}",
+    ),
     "no such metric": ("ctc", {"evaluation": {"metric": "accuracy"}}, "evaluation.metric is 'accuracy'", "wer"),
     "no such file": ("image-text-to-text", {"data": {"path": "elsewhere.jsonl"}}, "cannot read the image", "0.png"),
 }
@@ -414,3 +427,312 @@ def test_labels_that_the_model_lacks_are_said(origin, tmp_path):
     run["evaluation"]["path"] = str(tmp_path / "held.jsonl")
     with pytest.raises(LoadError, match=r"the label 'middling' is none of the model's[\s\S]*bad, good"):
         train(config_of(run))
+
+
+def tools_of(root, run):
+    config = config_of(run)
+    tokenizer = load_tokenizer(config) if "tokenizer" in TASKS[find_task(config)].needs else None
+    return open_tools(config, read_model_config(config, tokenizer), tokenizer)[0]
+
+
+def records_of(run):
+    """The values of all training records."""
+    config = config_of(run)
+    return [record.values for record in read_task_records(config.data, TASKS[find_task(config)])[0]]
+
+
+def test_a_table_goes_before_the_directories_beside_it_and_include_chooses(origin, tmp_path):
+    (tmp_path / "d/clips").mkdir(parents=True)
+    for number in range(4):
+        write_sound(tmp_path / f"d/clips/{number}.wav", number)
+    for name, label in (("train", "up"), ("test", "down")):
+        lines = [{"audio": f"clips/{number}.wav", "label": label} for number in range(4)]
+        write_lines(tmp_path / f"d/{name}.jsonl", lines)
+    run = run_of(origin, "audio-classification", tmp_path, evaluation={})
+    run["data"]["path"] = str(tmp_path / "d")
+    assert [values["label"] for values in records_of(run)] == ["down"] * 4 + ["up"] * 4
+    run["data"]["include"] = ["train.jsonl"]
+    assert [values["label"] for values in records_of(run)] == ["up"] * 4
+
+
+def test_every_source_has_columns_and_a_directory_of_its_own(origin, tmp_path):
+    for name, shade in (("one", 0), ("two", 255)):
+        (tmp_path / name).mkdir()
+        Image.fromarray(np.full((16, 16, 3), shade, np.uint8)).save(tmp_path / name / "0.png")
+        write_lines(tmp_path / name / "d.jsonl", [{"image": "0.png", "label": "cat", name: "dog"}] * 4)
+    run = run_of(origin, "image-classification", tmp_path)
+    images = tools_of(origin, run).images
+    held = {**run["evaluation"], "path": str(tmp_path / "two/d.jsonl")}
+    run["data"] = {"sources": [{"path": str(tmp_path / "one/d.jsonl"), "columns": {"label": "one"}}]}
+    config, task = config_of({**run, "evaluation": held}), TASKS["image-classification"]
+    tools = Tools(images=images, labels=("cat", "dog"))
+    rows = example_rows(config.data.sources, task, tools).read([0], width=0)
+    assert rows["labels"].tolist() == [1] and rows["pixel_values"].max() == -1
+    plain = config_of({**run, "data": {"path": str(tmp_path / "one/d.jsonl")}, "evaluation": held})
+    held_rows = example_rows((held_out(plain.data, plain.evaluation),), task, tools).read([0], width=0)
+    assert held_rows["pixel_values"].min() == 1, "the image beside the held-out table"
+
+
+def test_labels_are_the_models_own_in_any_letters_and_their_number_fits_its_head(origin, tmp_path):
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        origin / "sequence-classification/model", id2label={0: "POSITIVE", 1: "NEGATIVE"}
+    )
+    model.save_pretrained(tmp_path / "model")
+    make_tokenizer(tmp_path / "model")
+    run = run_of(origin, "sequence-classification", tmp_path, evaluation={}, export=str(tmp_path / "out"), steps=1)
+    run["model"] = {"path": str(tmp_path / "model")}
+    lines = [{"text": text, "label": label} for text, label in (("good film", "positive"), ("bad film", "negative"))]
+    write_lines(tmp_path / "d.jsonl", lines * 4)
+    run["data"] = {"path": str(tmp_path / "d.jsonl"), "seq_length": 32}
+    train(config_of(run))
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").id2label == {0: "POSITIVE", 1: "NEGATIVE"}
+    write_lines(tmp_path / "d.jsonl", [*lines, {"text": "fine", "label": "neutral"}] * 4)
+    del run["export"]
+    with pytest.raises(ConfigError, match=r"has 3 labels, and the model's head 2[\s\S]*model.task"):
+        train(config_of(run))
+
+
+LABELS = {
+    "floats": (["1.3", "2.8", "0.5"], "regression", ()),
+    "classes": (["0", "2", "1"], "single_label_classification", ("LABEL_0", "LABEL_1", "LABEL_2")),
+    "below zero": (["-1", "0", "1"], "regression", ()),
+}
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_numbers_in_a_table_are_numbers(origin, tmp_path, name):
+    cells, problem, labels = LABELS[name]
+    (tmp_path / "d.csv").write_text("text,label\n" + "".join(f"a film,{cell}\n" for cell in cells))
+    run = run_of(origin, "sequence-classification", tmp_path)
+    run["model"] = {"path": str(origin / "masked-lm/model"), "task": "sequence-classification"}
+    run |= {"data": {"path": str(tmp_path / "d.csv"), "seq_length": 32}, "evaluation": {}}
+    config = config_of(run)
+    tokenizer = load_tokenizer(config)
+    tools, model_config = open_tools(config, read_model_config(config, tokenizer), tokenizer)
+    assert (tools.labels, model_config.problem_type) == (labels, problem)
+    (tmp_path / "d.csv").write_text("text,label\na film,\n")
+    with pytest.raises(LoadError, match="the label is empty"):
+        train(config)
+
+
+def with_values(values):
+    """Makes evaluations give these losses, one after the other."""
+    left = iter(values)
+    return lambda *_, **__: lambda: {"loss": next(left), "perplexity": 1.0}
+
+
+def best_run(origin, tmp_path, **values):
+    run = run_of(origin, "seq2seq-lm", tmp_path, steps=4)
+    run["evaluation"] |= {"every": 1}
+    run["checkpoint"] = {"dir": str(tmp_path / "saved"), "best": True}
+    return {**run, **values}
+
+
+def test_what_is_no_number_is_never_the_best(origin, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(training, "build_evaluation", with_values([2.0, 4.0, math.nan, 3.0]))
+    train(config_of(best_run(origin, tmp_path)))
+    assert "best    step 1, loss 2.0000" in capfd.readouterr().out
+
+
+def test_a_run_that_resumes_knows_its_best_and_its_patience_and_a_new_one_knows_none(
+    origin, tmp_path, monkeypatch, capfd
+):
+    run = best_run(origin, tmp_path)
+    run["evaluation"]["patience"] = 2
+    monkeypatch.setattr(training, "build_evaluation", with_values([2.0, 4.0, 5.0]))
+    assert train(config_of(run)).step == 3
+    assert train(config_of(run)) is None, "it is over"
+    assert capfd.readouterr().out.count("best    step 1, loss 2.0000") == 2
+    run["evaluation"] |= {"metric": "rougeL", "patience": None}
+    found = lambda *_, **__: lambda: {"loss": 1.0, "rougeL": 0.25}  # noqa: E731
+    monkeypatch.setattr(training, "build_evaluation", found)
+    train(config_of(run))
+    assert "best    step 4, rougeL 0.2500" in capfd.readouterr().out
+    for tag in (tmp_path / "saved").glob("step-*"):
+        shutil.rmtree(tag)
+    monkeypatch.setattr(training, "build_evaluation", lambda *_, **__: lambda: {"loss": 1.0, "rougeL": 0.125})
+    train(config_of({**run, "steps": 1}))
+    assert "best    step 1, rougeL 0.1250" in capfd.readouterr().out, "not that of the run before"
+
+
+def test_without_a_best_step_the_newest_is_measured(origin, tmp_path, capfd):
+    run = best_run(origin, tmp_path, steps=2)
+    train(config_of({**run, "checkpoint": {"dir": str(tmp_path / "saved")}}))
+    found = training.evaluate(config_of(run))
+    assert found["loss"] == pytest.approx(losses_of(run)[-1]["eval_loss"], rel=1e-5)
+
+
+def test_epochs_go_on_with_another_batch_size(origin, tmp_path):
+    run = run_of(origin, "seq2seq-lm", tmp_path, evaluation={}, batch_size=2, epochs=2.0)
+    del run["steps"]
+    run["checkpoint"] = {"dir": str(tmp_path / "saved"), "every": 5, "keep_last": None}
+    assert train(config_of(run)).step == 14
+    for step in (10, 14):
+        shutil.rmtree(tmp_path / f"saved/step-{step}")
+    run |= {"batch_size": 4, "checkpoint": {**run["checkpoint"], "change": ["batch_size"]}}
+    assert train(config_of(run)).step == 5 + (28 - 8) // 4, "10 of 28 rows are read, 8 in whole batches of 4"
+
+
+def test_nothing_is_masked_where_nothing_may_be(origin):
+    rows = StreamRows(Documents(np.array([1] * 8 + [9] * 8, np.uint32), None, None, 0), seq_length=8)
+    masked = MaskedRows(rows, mask=4, num_tokens=30, kept=[1], seed=0).read([0, 1], width=8)
+    assert (masked["labels"][0] == -100).all() and (masked["labels"][1] != -100).sum() >= 1
+
+
+def test_masks_of_features_are_drawn_from_the_seed(origin, tmp_path):
+    found = []
+    shutil.copytree(origin / "ctc/model", tmp_path / "model")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "model")
+    config.mask_time_prob, config.mask_time_length = 0.5, 2
+    transformers.Wav2Vec2ForCTC(config).save_pretrained(tmp_path / "model")
+    for number in range(2):
+        run = run_of(origin, "ctc", tmp_path / str(number), evaluation={}, steps=2)
+        run["model"] = {"path": str(tmp_path / "model")}
+        np.random.seed(number)
+        train(config_of(run))
+        found.append([line["loss"] for line in losses_of(run)])
+    assert found[0] == found[1]
+
+
+def test_the_held_out_rows_are_of_all_classes(origin):
+    run = run_of(origin, "image-classification", "unused")
+    tools = Tools(images=tools_of(origin, run).images, labels=("cat", "dog"))
+    config = config_of(run)
+    rows = example_rows((config.data,), TASKS["image-classification"], tools).read(range(6), width=0)
+    assert set(rows["labels"].tolist()) == {0, 1}
+
+
+BAD_CHATS = {
+    "more images": ({**seen("red", "bob"), "images": ["0.png", "0.png"]}, CHAT, "2 images for 1 image part"),
+    "no part": (
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "images": ["0.png"]},
+        CHAT,
+        "1 image for 0 image parts",
+    ),
+    "a template that rewrites": (
+        {"messages": [*seen("red", "bob")["messages"], *seen("blue", "ann")["messages"]]},
+        CHAT.replace("{{ part.text }}", "{{ part.text if loop.last and m == messages[-1] else 'x' }}"),
+        "does not tell what is learned",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CHATS)
+def test_chats_with_images_that_are_not_clear_are_errors(origin, tmp_path, name):
+    values, template, says = BAD_CHATS[name]
+    run = run_of(origin, "image-text-to-text", tmp_path)
+    tools = tools_of(origin, run)
+    tools.processor.chat_template = template
+    record = Record("here", values, directory=origin / "image-text-to-text")
+    with pytest.raises(LoadError, match=says):
+        TASKS["image-text-to-text"].encode(record, tools)
+
+
+def test_what_a_template_writes_is_all_that_is_learned(origin, tmp_path):
+    tools = tools_of(origin, run_of(origin, "image-text-to-text", tmp_path))
+    record = Record("here", seen("red", "bob film"), directory=origin / "image-text-to-text")
+    example = TASKS["image-text-to-text"].encode(record, tools)
+    learned = [token for token in example["labels"].tolist() if token != -100]
+    assert tools.tokenizer.decode(learned) == "bob film [SEP]" and example["input_ids"][0] != 2, "no second start"
+
+
+def test_a_start_token_that_the_model_adds_is_no_label(origin, tmp_path):
+    tools = tools_of(origin, run_of(origin, "speech-seq2seq", tmp_path))
+    record = Record("here", {"audio": "0.wav", "text": "bob"}, directory=origin / "speech-seq2seq/data")
+    assert tools.tokenizer("bob")["input_ids"][0] == tools.start_token == 2
+    assert TASKS["speech-seq2seq"].encode(record, tools)["labels"][0] != 2
+
+
+def test_a_text_that_is_null_is_an_error(origin, tmp_path):
+    write_lines(tmp_path / "d.jsonl", [{"prompt": "a", "response": None}])
+    run = run_of(origin, "seq2seq-lm", tmp_path, evaluation={})
+    run["data"] = {"path": str(tmp_path / "d.jsonl")}
+    with pytest.raises(LoadError, match="there is no 'response'"):
+        train(config_of({**run, "batch_size": 1}))
+
+
+@pytest.mark.parametrize("name", ["sequence-classification", "image-classification", "seq2seq-lm"])
+def test_an_adapter_is_trained_with_the_head_of_its_task(origin, tmp_path, name):
+    run = run_of(origin, name, tmp_path, evaluation={}, export=str(tmp_path / "out"))
+    run["adapter"] = {"r": 2, "target_modules": "all-linear" if name == "seq2seq-lm" else ["query", "q_proj"]}
+    train(config_of(run))
+    saved = load_file(tmp_path / "out/adapter_model.safetensors")
+    assert any("classifier" in key for key in saved) == (name != "seq2seq-lm"), sorted(saved)[:3]
+    kind = json.loads((tmp_path / "out/adapter_config.json").read_text())["task_type"]
+    expected = {"sequence-classification": "SEQ_CLS", "image-classification": None, "seq2seq-lm": "SEQ_2_SEQ_LM"}
+    assert kind == expected[name]
+
+
+def generate_at(root, directory, layout):
+    run = run_of(root, "seq2seq-lm", f"{directory}/{layout}", layout=layout, steps=1)
+    train(config_of(run))
+    return losses_of(run)[-1]["eval_rougeL"]
+
+
+def test_data_ranks_generate_equally_many_tokens_in_a_pipeline(origin, tmp_path):
+    model = transformers.T5ForConditionalGeneration.from_pretrained(origin / "seq2seq-lm/model")
+    model.generation_config.eos_token_id = [*range(40)]  # every row ends at once, or after some tokens
+    shutil.copytree(origin / "seq2seq-lm", tmp_path / "seq2seq-lm")
+    model.save_pretrained(tmp_path / "seq2seq-lm/model")
+    assert len(set(spawn(generate_at, 4, tmp_path, tmp_path, "pp2.fsdp2"))) == 1
+
+
+def test_the_command_line_takes_directories_of_images(origin, tmp_path, capfd):
+    run = run_of(origin, "image-classification", tmp_path)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    assert main(["check", str(tmp_path / "run.yaml")]) == 0, capfd.readouterr().out
+    run["evaluation"] |= {"metric": "mse"}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    assert main(["check", str(tmp_path / "run.yaml")]) == 1
+    assert "evaluation.metric is 'mse', which is not measured" in capfd.readouterr().out
+
+
+def test_held_out_rows_that_are_no_batch_are_an_error_before_the_first_step(origin, tmp_path):
+    lines = [json.loads(line) for line in (origin / "ctc/data/data.jsonl").read_text().splitlines()]
+    (tmp_path / "held").mkdir()
+    for number in range(2):
+        write_sound(tmp_path / f"held/{number}.wav", number)
+    write_lines(tmp_path / "held/d.jsonl", lines[:2])
+    run = run_of(origin, "ctc", tmp_path)
+    run["evaluation"]["path"] = str(tmp_path / "held/d.jsonl")
+    with pytest.raises(ConfigError, match="2 held-out rows for a batch of 4"):
+        train(config_of(run))
+    assert not (tmp_path / "ctc/train.jsonl").exists()
+
+
+def test_labels_may_be_longer_than_their_inputs():
+    examples = [{"input_ids": [1, 2], "labels": [3, 4]}, {"input_ids": [1], "labels": [5] * 11}]
+    batch = collate(examples, {"input_ids": 0}, width=8)
+    assert batch["input_ids"].shape == (2, 8) and batch["labels"].shape == (2, 16)
+    spoken = [{"input_values": np.zeros((4, 3), np.float32), "labels": 1}] * 2  # frames of a spectrogram
+    assert collate(spoken, {})["input_values"].shape == (2, 4, 3)
+
+
+class Broken:
+    """A callback that fails."""
+
+    def report(self, record):
+        raise ValueError("no plot")
+
+    def close(self):
+        raise RuntimeError("no file")
+
+
+def test_a_callback_that_fails_ends_no_run(origin, tmp_path, caplog):
+    run = run_of(origin, "seq2seq-lm", tmp_path, evaluation={}, export=str(tmp_path / "out"))
+    run["log"]["callbacks"] = ["tests.cli.test_tasks:Broken"]
+    assert train(config_of(run)).step == STEPS and (tmp_path / "out/model.safetensors").exists()
+    assert "no plot" in caplog.text and "no file" in caplog.text
+
+
+def test_the_processors_of_a_new_model_are_exported_too(origin, tmp_path):
+    run = run_of(origin, "image-classification", tmp_path, evaluation={}, steps=1, export=str(tmp_path / "out"))
+    config = json.loads((origin / "image-classification/model/config.json").read_text())
+    model = {
+        "config": {"model_type": "vit", **{key: config[key] for key in ("hidden_size", "image_size", "patch_size")}}
+    }
+    model["config"] |= {"num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    model |= {"task": "image-classification", "tokenizer": str(origin / "image-classification/model")}
+    train(config_of({**run, "model": model}))
+    assert (tmp_path / "out/preprocessor_config.json").exists()
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").id2label == {0: "cat", 1: "dog"}

@@ -4,7 +4,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -190,11 +190,16 @@ def open_records(source: SourceConfig, files: Sequence[Path] = ()) -> DataSource
     return file_records(files) if files else dataset_records(**_open_dataset(source))
 
 
-def read_records(source: SourceConfig) -> tuple[Sequence[Record], str]:
-    """Returns all records of a source, in memory, and a fingerprint that changes with them."""
-    files = find_files(Path(source.path), RECORD_PATTERNS) if source.path is not None else ()
-    opened = open_records(source, files)
-    return list(opened.read(lambda done: None)), opened.fingerprint
+def read_records(source: SourceConfig) -> tuple[list[Record], str]:
+    """Returns all records of a source, in memory, and a fingerprint that changes with what they hold."""
+    if source.path is None:
+        opened = open_records(source)
+        return [replace(each, columns=source.columns) for each in opened.read(lambda done: None)], opened.fingerprint
+    records: list[Record] = []
+    for file in find_files(Path(source.path), source.include or RECORD_PATTERNS):
+        own = file_records([file]).read(lambda done: None)
+        records += [replace(each, columns=source.columns, directory=file.parent) for each in own]
+    return records, digest([(sorted(record.values.items()), sorted(record.columns.items())) for record in records])
 
 
 def import_datasets(config: SourceConfig) -> Any:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import torch
 
 from shardwise.cli.config_file import Problems
 from shardwise.cli.data import find_dataset
+from shardwise.cli.tasks import adapter_options, find_task
 from shardwise.data.config import held_out, patterns_of, sources_of
 from shardwise.data.corpus import find_files
-from shardwise.errors import ConfigError, LoadError, did_you_mean, one_line
+from shardwise.data.tasks import TASKS
+from shardwise.errors import ConfigError, LoadError, ShardwiseError, did_you_mean, one_line
 from shardwise.lora.inject import peft
 from shardwise.plan.options import Compile
 from shardwise.train.run_config import CompilationConfig, Problem, TrainConfig
@@ -31,9 +34,12 @@ def check_inputs(config: TrainConfig) -> list[Problem]:
     """Returns the problems of the files and packages that `config` names. Reads nothing large."""
     model, data = config.model, config.data
     problems = Problems()
+    is_text = True
+    with suppress(ShardwiseError):  # `check_model` says what is wrong with the model
+        is_text = TASKS[find_task(config)].encode is None
     sources = [("data", source) for source in sources_of(data)]
     for key, read in (*sources, ("evaluation", held_out(data, config.evaluation))):
-        if read.path is not None:
+        if read.path is not None and (is_text or not Path(read.path).is_dir()):
             with problems.of(f"{key}.path"):
                 find_files(Path(read.path), patterns_of(read))
         if read.dataset is not None:
@@ -211,7 +217,7 @@ def adapter_of(config: TrainConfig) -> Any:
         return settings["path"]
     values = {key: value for key, value in settings.items() if key not in _OWN_KEYS}
     try:
-        return peft().LoraConfig(**{"task_type": "CAUSAL_LM", **values})
+        return peft().LoraConfig(**{**adapter_options(config), **values})
     except (TypeError, ValueError) as error:
         raise ConfigError("peft.LoraConfig refuses these keys", why=one_line(error)) from error
 

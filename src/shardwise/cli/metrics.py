@@ -30,13 +30,20 @@ _NAMES = {
 }
 
 
-def check_metrics(config: TrainConfig, task: Task) -> None:
-    """Raises `ConfigError` if the metrics of held-out examples cannot be computed, or `evaluation.metric` is none."""
+def check_metrics(config: TrainConfig, task: Task, tools: Tools | None) -> None:
+    """Raises `ConfigError` if the metrics of held-out examples cannot be computed, or `evaluation.metric` is none.
+
+    Args:
+        tools: of the run; None where its labels are not known yet.
+    """
     if config.evaluation.path is None:
         return
     if task.metrics:
         import_torchmetrics()
-    known, chosen = ("loss", *_NAMES[task.metrics]), config.evaluation.metric
+    own = _NAMES[task.metrics]
+    if task.metrics == "classes" and tools is not None:
+        own = ("accuracy", "f1") if tools.labels else ("mse",)
+    known, chosen = ("loss", *own), config.evaluation.metric
     if chosen not in known:
         raise ConfigError(
             f"evaluation.metric is {chosen!r}, which is not measured{did_you_mean(chosen, known)}",
@@ -140,10 +147,15 @@ class ExampleMetrics:
     def _see_texts(self, batch: Mapping[str, Tensor]) -> None:
         """Every row generates as many tokens, so that data ranks take equally many steps; they are cut afterwards."""
         inputs = {name: value for name, value in batch.items() if name != "labels"}
-        settings: Any = copy.deepcopy(find_model(self._model).generation_config)
-        settings.update(max_new_tokens=self._max_new_tokens, max_length=None, min_new_tokens=None, min_length=0)
-        settings.update(do_sample=False, num_beams=1, eos_token_id=None)
-        generated: Tensor = self._model.generate(**inputs, generation_config=settings)  # type: ignore[operator]
+        inner: Any = find_model(self._model)
+        own = inner.generation_config  # whose end token would stand in for one that is None
+        inner.generation_config = copy.deepcopy(own)
+        inner.generation_config.update(max_new_tokens=self._max_new_tokens, max_length=None, min_new_tokens=None)
+        inner.generation_config.update(min_length=0, do_sample=False, num_beams=1, eos_token_id=None)
+        try:
+            generated: Tensor = self._model.generate(**inputs)  # type: ignore[operator]
+        finally:
+            inner.generation_config = own
         tokenizer = self._tools.tokenizer
         for ids, labels in zip(generated.tolist(), batch["labels"].tolist(), strict=True):
             target = [token for token in labels if token != IGNORED]

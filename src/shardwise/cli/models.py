@@ -53,9 +53,11 @@ def build_model(
     if problems := _check_fit(model_config, config, num_tokens):
         raise config_error("the configuration", problems)
     options: dict[str, Any] = {"allow_missing": source.allow_missing, "allow_unused": source.allow_unused}
-    if source.path is not None and source.task is not None:
+    if source.path is not None and TASKS[find_task(config)].metrics == "classes":
         labels = {name: getattr(model_config, name) for name in ("id2label", "label2id", "problem_type")}
-        options |= load_options(config, model_config) | {key: value for key, value in labels.items() if value}
+        options |= {key: value for key, value in labels.items() if value}
+    new = load_options(config, model_config)
+    options |= {**new, "allow_missing": (*source.allow_missing, *new.get("allow_missing", ()))}
     model: torch.nn.Module = load_by_spec(
         model_config if source.path is None else source.path,
         mesh,
@@ -105,7 +107,7 @@ def check_model(config: TrainConfig) -> list[Problem]:
     if problems:
         return problems
     with problems.of("evaluation.metric"):
-        check_metrics(config, TASKS[task])
+        check_metrics(config, TASKS[task], None)
     with problems.of("model.tokenizer"):
         tokenizer = load_tokenizer(config) if "tokenizer" in TASKS[task].needs else None
         if TASKS[task].encode is None:
@@ -127,6 +129,10 @@ def check_model(config: TrainConfig) -> list[Problem]:
             tools, model_config = open_tools(config, model_config, tokenizer)
             rows = example_rows(sources_of(config.data), TASKS[task], tools)
             rows.read([0, rows.num_rows - 1], width=0)
+            check_metrics(config, TASKS[task], tools)
+            if config.evaluation.path is not None:
+                held = example_rows((held_out(config.data, config.evaluation),), TASKS[task], tools)
+                held.read([0, held.num_rows - 1], width=0)
     num_tokens = len(tokenizer) if tokenizer is not None else None
     return [*problems, *_check_fit(model_config, config, num_tokens), *_rehearse(config, model_config)]
 

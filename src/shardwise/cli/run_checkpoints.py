@@ -7,6 +7,7 @@ ends a rank at once, as the first one does in a run without checkpoints.
 """
 
 import json
+import math
 import signal
 import threading
 import time
@@ -50,7 +51,7 @@ def describe_run(config: TrainConfig, model_config: Any, batches: PackedBatches)
         "optimizer": {**optimizer, "schedule": vars(config.optimizer.schedule)},
         "data": {**batches.rows.describe(), "dropout seed": config.seed},
         **({"adapter": adapter} if adapter else {}),
-        "run": {"steps": config.steps},
+        "run": {"steps": config.steps if config.epochs is None else None, "epochs": config.epochs},
     }
     as_json: dict[str, Any] = json.loads(json.dumps(settings, default=str))
     return as_json
@@ -71,8 +72,9 @@ class RunCheckpoints:
         *,
         batches: PrefetchLoader,
         run: Mapping[str, Any],
+        best: "BestStep",
     ) -> None:
-        self._config, self._mesh = config, registry_of(model).mesh
+        self._config, self._mesh, self._best = config, registry_of(model).mesh, best
         self._model, self._optimizer, self._batches, self._run = model, optimizer, batches, run
         self._saved_at = time.monotonic()
         self._handlers: dict[int, Any] = {}
@@ -94,7 +96,12 @@ class RunCheckpoints:
                 config.dir,
                 model=self._model,
                 optimizer=self._optimizer,
-                extra={"step": step, "batches": self._batches.state_dict(), "run": self._run},
+                extra={
+                    "step": step,
+                    "batches": self._batches.state_dict(),
+                    "run": self._run,
+                    "best": self._best.state_dict(),
+                },
                 async_save=config.async_save,
                 keep_last=config.keep_last,
             )
@@ -143,31 +150,45 @@ class BestStep:
     """The best step by a metric of the held-out data, kept as a checkpoint of the model in `checkpoint.dir`/best.
 
     The values are the same on every rank.
+
+    Args:
+        saved: the `state_dict` of the run that resumes; None for a new one.
+
+    Attributes:
+        is_over: whether the last evaluations were no better than the best before them, as `evaluation.patience` says.
     """
 
-    def __init__(self, config: TrainConfig, model: torch.nn.Module, console: Console) -> None:
+    def __init__(
+        self, config: TrainConfig, model: torch.nn.Module, console: Console, *, saved: Mapping[str, Any] | None
+    ) -> None:
         self._metric, self._patience = config.evaluation.metric, config.evaluation.patience
         self._model, self._console = model, console
-        kept = Path(config.checkpoint.dir or ".") / "best"
-        self._directory = kept if config.checkpoint.best else None
-        self._value: float | None = None
-        self._num_worse = 0
-        if config.checkpoint.best and kept.is_dir() and find_tags(kept):
-            self._value = load_checkpoint(kept)["value"]
+        self._directory = Path(config.checkpoint.dir or ".") / "best" if config.checkpoint.best else None
+        known = saved if saved is not None and saved["metric"] == self._metric else {}
+        self._value: float | None = known.get("value")
+        self._num_worse: int = known.get("num_worse", 0)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run should end."""
+        return self._patience is not None and self._num_worse >= self._patience
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a run that resumes needs, as JSON."""
+        return {"metric": self._metric, "value": self._value, "num_worse": self._num_worse}
 
     def after_evaluation(self, record: StepRecord) -> bool:
         """Keeps the step if it is the best so far; returns whether the run should end.
 
         Communicates: what a save does.
         """
-        numbers = {name.removeprefix("eval_"): value for name, value in record.numbers().items() if "eval_" in name}
-        value, is_lower_better = numbers[self._metric], self._metric in LOWER_IS_BETTER
-        if self._value is not None and (value >= self._value if is_lower_better else value <= self._value):
+        value, is_lower_better = record.numbers()[f"eval_{self._metric}"], self._metric in LOWER_IS_BETTER
+        best = self._value
+        if math.isnan(value) or (best is not None and (value >= best if is_lower_better else value <= best)):
             self._num_worse += 1
-            ends = self._patience is not None and self._num_worse >= self._patience
-            if ends:
+            if self.is_over:
                 self._console.print(f"{self._metric} was better {counted(self._num_worse, 'evaluation')} ago: it ends")
-            return ends
+            return self.is_over
         self._value, self._num_worse = value, 0
         if self._directory is not None:
             extra = {"step": record.step, "value": value}
@@ -203,7 +224,8 @@ class SavedRun:
         restore(self.stored, LoadTarget(model=model, optimizer=optimizer, fills_model=False))
         if any(key.startswith("optimizer.") for key in self.changed):
             for group, values in zip(optimizer.param_groups, asked, strict=True):
-                group.update({key: value for key, value in values.items() if key not in ("lr", "lr_ratio")})
+                group.pop("lr_ratio", None)  # of a group with a rate of its own: it is found anew
+                group.update(values)
         return int(self.extra["step"])
 
 
@@ -249,13 +271,13 @@ def open_newest(config: CheckpointConfig, mesh: Mesh) -> StoredParts | None:
     """
     if config.dir is None:
         return None
-    directory = Path(config.dir) / "best" if config.best else Path(config.dir)
+    places = [Path(config.dir) / "best", Path(config.dir)] if config.best else [Path(config.dir)]
 
-    def find() -> bool:
-        return mesh.rank == 0 and directory.is_dir() and bool(find_tags(directory))
+    def find() -> Path | None:
+        return next((place for place in places if mesh.rank == 0 and place.is_dir() and find_tags(place)), None)
 
-    has_any = gather_from_all(mesh.group(), "looking for checkpoints", find)[0]
-    return open_on_all_ranks(directory, None, mesh) if has_any else None
+    directory = gather_from_all(mesh.group(), "looking for checkpoints", find)[0]
+    return None if directory is None else open_on_all_ranks(directory, None, mesh)
 
 
 def check_saved(config: CheckpointConfig) -> None:
@@ -279,7 +301,7 @@ def _has_checkpoints(config: CheckpointConfig) -> bool:
     return bool(tags)
 
 
-_CALLED = {"dropout seed": "seed", "tokens": "data", "sources": "data", "steps": "steps"}
+_CALLED = {"dropout seed": "seed", "tokens": "data", "sources": "data", "steps": "steps", "epochs": "epochs"}
 """Settings that are kept under other names than their keys."""
 
 
@@ -303,7 +325,7 @@ def _find_changes(extra: Mapping[str, Any], run: Mapping[str, Any], batches: Map
 
 
 def _may_change(key: str, allowed: Sequence[str]) -> bool:
-    return key == "steps" or any(key == name or key.startswith(f"{name}.") for name in allowed)
+    return key in ("steps", "epochs") or any(key == name or key.startswith(f"{name}.") for name in allowed)
 
 
 def _check_changes(changed: Mapping[str, str]) -> None:

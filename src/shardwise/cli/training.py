@@ -3,15 +3,18 @@
 import dataclasses
 import functools
 import json
+import logging
 import math
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 import torch
 import transformers
 from rich.console import Console
@@ -55,6 +58,7 @@ from shardwise.train.run_config import LogConfig, TrainConfig, check_config, num
 from shardwise.train.step import StepResult, TrainStep
 from shardwise.weights.staging import atomic_file
 
+logger = logging.getLogger("shardwise.train")
 SHOWN_STEPS = 20  # the screen shows the mean speed of this many steps
 
 
@@ -149,6 +153,14 @@ class TrackerLog:
         self._tracker.finish()
 
 
+def close_reporter(reporter: Any) -> None:
+    """Closes a reporter that can be closed. An error of its own does not end the run, which has trained."""
+    try:
+        getattr(reporter, "close", lambda: None)()
+    except Exception as error:  # noqa: BLE001 - of a tracker, or a callback of the user's
+        logger.warning("%s could not be closed: %s", type(reporter).__name__, one_line(error))
+
+
 def _curves(record: StepRecord) -> dict[str, float]:
     """Returns the record's numbers as `train/...` and `eval/...`."""
     return {
@@ -227,9 +239,6 @@ def train(config: TrainConfig) -> StepRecord | None:
                 raise config_error("the configuration", problems)
         run = _read(config, mesh)
         batches = run.open_batches()
-        if config.epochs is not None:
-            config = count_steps(config, batches.num_rows)
-            run = dataclasses.replace(run, config=config)
         settings = describe_run(config, run.model_config, batches)
         saved = find_saved_run(config.checkpoint, mesh, settings, run.console, batches=batches)
         model = build_model(
@@ -240,9 +249,15 @@ def train(config: TrainConfig) -> StepRecord | None:
             num_tokens=None if run.tokenizer is None else len(run.tokenizer),
             checkpoint=None if saved is None else saved.stored,
         ).train()
-        torch.manual_seed(config.seed + mesh.data_rank)  # of dropout: ranks with the same rows draw the same
+        seed = config.seed + mesh.data_rank  # of dropout and masks: ranks with the same rows draw the same
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
         optimizer = make_optimizer(config.optimizer, model)
         num_done = 0 if saved is None else saved.resume(model, optimizer, batches)
+        if config.epochs is not None:
+            config = count_steps(config, batches, num_done=num_done)
+            run = dataclasses.replace(run, config=config)
         ahead = PrefetchLoader(batches, mesh.device)
         parts = run.build_components(model, optimizer, ahead, num_done=num_done)
         with raise_on_all_ranks(mesh.group(), "opening the logs"):
@@ -250,12 +265,12 @@ def train(config: TrainConfig) -> StepRecord | None:
                 check_place(config.export, num_bytes=export_bytes(model))
             reporters = run.open_reporters(open_logs, batches.rows.notes(), num_done=num_done if saved else None)
         run.print_head(model, batches, num_done)
-        best = BestStep(config, model, run.console)
+        best = BestStep(config, model, run.console, saved=None if saved is None else saved.extra.get("best"))
         parts = dataclasses.replace(parts, after_evaluation=best.after_evaluation)
-        with RunCheckpoints(config.checkpoint, model, optimizer, batches=ahead, run=settings) as checkpoints:
+        with RunCheckpoints(config.checkpoint, model, optimizer, batches=ahead, run=settings, best=best) as checkpoints:
             record = run_loop(
                 parts,
-                num_steps=config.steps,
+                num_steps=num_done if best.is_over else config.steps,
                 settings=config.optimizer,
                 reporters=reporters,
                 eval_every=config.evaluation.every,
@@ -371,14 +386,19 @@ class _Run:
     def open_evaluation(self, model: torch.nn.Module) -> Callable[[], dict[str, float]]:
         """Returns a function that measures the model on the held-out data; see `build_evaluation`."""
         config, mesh = self.config, self.mesh
+        rows = self.read_rows(held_out(config.data, config.evaluation))
+        if (is_whole := counts_rows(find_model(model))) and rows.num_rows < config.batch_size:
+            what = f"{counted(rows.num_rows, 'held-out row')} for a batch of {config.batch_size}"
+            why = "the loss is a mean over rows, so batches are not filled up"
+            raise ConfigError(what, at="evaluation", why=why, fix="hold out more rows, or use a smaller batch_size")
         held_out_batches = functools.partial(
             evaluation_batches,
-            self.read_rows(held_out(config.data, config.evaluation)),
+            rows,
             batch_size=config.batch_size,
             max_batches=config.evaluation.max_batches,
             data_rank=mesh.data_rank,
             data_size=mesh.data_size,
-            counts_rows=counts_rows(find_model(model)),
+            counts_rows=is_whole,
         )
         observer = None
         if self.tools is not None and self.task.metrics:
@@ -425,8 +445,7 @@ class _Run:
             Screen(self.console, num_steps=config.steps, every=config.log.every, num_done=done, notes=notes)
         )
         for reporter in reporters:
-            if hasattr(reporter, "close"):
-                open_logs.enter_context(closing(reporter))
+            open_logs.callback(close_reporter, reporter)
         return reporters
 
     def print_head(self, model: torch.nn.Module, batches: PackedBatches, num_done: int) -> None:
@@ -473,7 +492,13 @@ class _Run:
 
     def export(self, model: torch.nn.Module, directory: str) -> None:
         """Exports the model to `directory`, or beside the log if that fails, so that no weights are lost."""
-        export = functools.partial(export_pretrained, model, tokenizer=self.tokenizer, adapter=export_mode(self.config))
+
+        def export(place: str | Path) -> None:
+            export_pretrained(model, place, tokenizer=self.tokenizer, adapter=export_mode(self.config))
+            for processor in (self.tools.images, self.tools.audio, self.tools.processor) if self.tools else ():
+                if processor is not None and self.mesh.rank == 0:
+                    processor.save_pretrained(place)
+
         try:
             export(directory)
         except Exception as error:
@@ -490,10 +515,13 @@ class _Run:
             ) from error
 
 
-def count_steps(config: TrainConfig, num_rows: int) -> TrainConfig:
-    """Returns the configuration with the steps that `epochs` passes over the data take."""
+def count_steps(config: TrainConfig, batches: PackedBatches, *, num_done: int) -> TrainConfig:
+    """Returns the configuration with the steps that `epochs` passes over the data take, `num_done` of which have read
+    `batches` so far.
+    """
     assert config.epochs is not None
-    steps = max(1, round(config.epochs * num_rows / config.batch_size))
+    left = round(config.epochs * batches.num_rows / config.batch_size) - batches.num_batches_read
+    steps = max(1, num_done + max(0, left))
     config = dataclasses.replace(config, steps=steps, epochs=None)
     if problems := check_config(config):
         raise config_error(f"the configuration, with {steps} steps,", problems)
@@ -506,11 +534,12 @@ def _read(config: TrainConfig, mesh: Mesh) -> _Run:
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
     task = TASKS[find_task(config)]
-    check_metrics(config, task)
+    check_metrics(config, task, None)
     tokenizer = load_tokenizer(config) if "tokenizer" in task.needs else None
     model_config, tools = read_model_config(config, tokenizer), None
     if task.encode is not None:
         tools, model_config = open_tools(config, model_config, tokenizer)
+        check_metrics(config, task, tools)
     return _Run(
         config=config,
         mesh=mesh,

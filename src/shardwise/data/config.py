@@ -125,7 +125,7 @@ class EvaluationConfig:
     """Held-out text, and how often the loss on it is reported."""
 
     path: Place | None = None
-    """Like `data.path`; null evaluates nothing."""
+    """Like `data.path`, with the same keys (of several sources those of the first); null evaluates nothing."""
     format: Format | None = None
     """What its records hold, under the keys that `data` names; null is `data.format`."""
     every: PositiveInt = 100
@@ -160,7 +160,11 @@ def patterns_of(data: SourceConfig) -> tuple[str, ...]:
 
 
 def held_out(data: DataConfig, evaluation: EvaluationConfig) -> DataConfig:
-    """Returns the `DataConfig` for evaluation: `data` with the evaluation's path and format."""
+    """Returns the `DataConfig` for evaluation: `data`, or the first of its sources, with the evaluation's path and
+    format.
+    """
+    first = sources_of(data)[0]
+    data = replace(data, sources=(), **{each.name: getattr(first, each.name) for each in fields(SourceConfig)})
     chosen = evaluation.format or data.format
     rows = "auto" if data.rows == "stream" and chosen != "text" else data.rows
     as_chat = data.as_chat and chosen == "prompt"
@@ -171,7 +175,6 @@ def held_out(data: DataConfig, evaluation: EvaluationConfig) -> DataConfig:
         subset=None,
         streamed=False,
         max_records=None,
-        sources=(),
         format=chosen,
         rows=rows,
         as_chat=as_chat,

@@ -11,7 +11,7 @@ import struct
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -154,10 +154,14 @@ class Record:
 
     Attributes:
         place: file and line, or the row of a data set, for messages.
+        columns: names of its fields by the names that a task gives them, where they differ.
+        directory: against which relative paths in its fields are resolved.
     """
 
     place: str
     values: Mapping[str, Any]
+    columns: Mapping[str, str] = field(default_factory=dict)
+    directory: Path = Path()
 
 
 def file_records(files: Sequence[Path]) -> DataSource[Record]:

@@ -3,8 +3,8 @@
 # [Note: what a conversation teaches]
 A chat template writes a conversation as one text. If the template marks the assistant's messages (`{% generation %}`),
 transformers reports their tokens. Otherwise the conversation is written three times per assistant message: in full, up
-to the message with the prompt for it (`add_generation_prompt`), and up to the message's end. If the latter two are
-prefixes of the first, the text between them is the message and its end token.
+to the message with the prompt for it (`add_generation_prompt`), and up to the message's end. If the last is a prefix of
+the first, what it does not share with the prompt is the message and its end token.
 
 # [Note: templates that rewrite]
 Templates of reasoning models write a message otherwise once others follow (they drop its reasoning), and some write a
@@ -158,8 +158,7 @@ class _Conversations:
             said = [is_learned for message, is_learned in zip(messages, learned, strict=True) if _is_said(message)]
             mask = np.array(marked["assistant_masks"], np.bool_)
             return Document(np.array(marked["input_ids"], np.uint32), mask if all(said) else _only_runs(mask, said))
-        full, spans = self._spans(messages, tools)
-        kept = [span for place, span in spans.items() if learned[place]]
+        full, kept = self._spans(messages, learned, tools)
         encoded = self._tokenizer(full, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         is_target = [
             any(start < stop_of and first_of < stop for first_of, stop_of in kept)
@@ -167,14 +166,15 @@ class _Conversations:
         ]
         return Document(np.array(encoded["input_ids"], np.uint32), np.array(is_target, np.bool_))
 
-    def _spans(self, messages: list[Message], tools: Any) -> tuple[str, dict[int, tuple[int, int]]]:
-        """Returns the conversation as a text, and the characters of each message of the assistant by its index."""
-        full, spans = self._text(messages, tools), {}
-        for place in filter(lambda place: _is_said(messages[place]), range(len(messages))):
+    def _spans(self, messages: list[Message], learned: list[bool], tools: Any) -> tuple[str, list[tuple[int, int]]]:
+        """Returns the conversation as a text, and the characters of each message that is learned."""
+        full, spans = self._text(messages, tools), []
+        for place in (place for place, is_learned in enumerate(learned) if is_learned):
             before, until = self._before(messages, place, tools), self._text(messages[: place + 1], tools)
-            if not (full.startswith(until) and until.startswith(before)):
-                return self._joined(messages, tools)
-            spans[place] = len(before), len(until)
+            if not full.startswith(until) or self._with_reasoning(messages, place, tools) != until:
+                text, all_spans = self._joined(messages, tools)
+                return text, [span for place, span in all_spans.items() if learned[place]]
+            spans.append((self._common(before, until), len(until)))
         return full, spans
 
     def _joined(self, messages: list[Message], tools: Any) -> tuple[str, dict[int, tuple[int, int]]]:
@@ -218,7 +218,9 @@ class _Conversations:
         return self._text(marked, tools).replace(_MARK[::-1], str(content))
 
     def _common(self, one: str, other: str) -> int:
-        """Returns how many characters of two texts are equal, in whole tokens of both."""
+        """Returns how many characters of two texts are equal at their beginning, in whole tokens of both."""
+        if other.startswith(one):
+            return len(one)
         pairs = enumerate(zip(one, other, strict=False))
         shared = next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
         ends = []

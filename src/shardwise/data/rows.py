@@ -162,7 +162,7 @@ class DocumentRows(_Rows):
 class MixedRows:
     """Rows of several sources.
 
-    A source with weight 2 has each of its rows twice; one with weight 0.5 has the first half of them.
+    A source with weight 2 has each of its rows twice; one with weight 0.5 has half of them, drawn once for all.
     """
 
     def __init__(self, parts: "Sequence[Rows]", weights: Sequence[float]) -> None:
@@ -171,12 +171,13 @@ class MixedRows:
         numbers = [max(1, round(part.num_rows * weight)) for part, weight in zip(parts, weights, strict=True)]
         self._ends = np.cumsum(numbers).tolist()
         self.num_rows = self._ends[-1]
+        self._orders = [np.random.default_rng(0).permutation(part.num_rows).astype(np.int32) for part in parts]
 
     def _place(self, row: int) -> tuple[int, int]:
         """Returns the part of a row, and its number there."""
         part = bisect.bisect_right(self._ends, row)
         first = self._ends[part - 1] if part else 0
-        return part, (row - first) % self.parts[part].num_rows
+        return part, int(self._orders[part][(row - first) % self.parts[part].num_rows])
 
     def width(self, batch: Sequence[int]) -> int:
         """Returns the number of tokens in a row of this batch."""

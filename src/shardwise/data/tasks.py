@@ -15,9 +15,9 @@ from shardwise.data.batch import IGNORED, is_medium
 from shardwise.data.config import TaskName
 from shardwise.data.corpus import digest
 from shardwise.data.documents import Record
-from shardwise.data.messages import read_messages, record_value
+from shardwise.data.messages import read_messages
 from shardwise.data.rows import Rows
-from shardwise.errors import ConfigError, LoadError
+from shardwise.errors import ConfigError, LoadError, counted, did_you_mean
 
 Example = dict[str, Any]
 _MULTIPLE = 8  # rows of text are padded to a multiple of this
@@ -31,9 +31,8 @@ class Tools:
         tokenizer, images, audio: of transformers; None where a task needs none.
         processor: of a model that reads text with images.
         labels: the names of the classes, by index; empty for numbers.
-        columns: where a record holds what, by the task's own names.
         seq_length: most tokens of a text; longer ones are truncated.
-        directory: against which relative paths of images and sound are resolved.
+        start_token: id that the model itself puts before labels; None: none.
     """
 
     tokenizer: Any = None
@@ -41,49 +40,61 @@ class Tools:
     audio: Any = None
     processor: Any = None
     labels: tuple[str, ...] = ()
-    columns: Mapping[str, str]
     seq_length: int = 512
-    directory: Path = Path()
-
-    def value(self, record: Record, column: str) -> Any:
-        """Returns what a record holds in a column of the task."""
-        return record_value(record, self.columns.get(column, column), _Columns(column))
+    start_token: int | None = None
 
     def label(self, record: Record, value: Any) -> int | float:
         """Returns the index of a class by its name or number; a number where there are no classes."""
         if not self.labels:
-            return float(value)
-        if str(value) in self.labels:
-            return self.labels.index(str(value))
-        number = int(value) if str(value).isdecimal() else -1
-        if not 0 <= number < len(self.labels):
+            try:
+                return float(value)
+            except (TypeError, ValueError) as error:
+                raise LoadError(f"the label {value!r} is no number", at=record.place) from error
+        number = find_label(self.labels, value)
+        if number is None:
             known = ", ".join(self.labels[:12])
             raise LoadError(f"the label {value!r} is none of the model's", at=record.place, why=f"they are {known}")
         return number
 
 
-class _Columns(dict[str, str]):
-    """The name of a column for messages."""
+def find_label(labels: Sequence[str], value: Any) -> int | None:
+    """Returns the index of a class: of its name, of its name in other letters, or its number; None if there is none."""
+    if str(value) in labels:
+        return labels.index(str(value))
+    lower = [label.lower() for label in labels]
+    if lower.count(str(value).lower()) == 1:
+        return lower.index(str(value).lower())
+    return int(value) if str(value).isdecimal() and int(value) < len(labels) else None
 
-    def __init__(self, column: str) -> None:
-        super().__init__({f"columns.{column}": column})
+
+def column_of(record: Record, column: str) -> Any:
+    """Returns what a record holds in a column of the task. Raises `LoadError` if it holds nothing there."""
+    name = record.columns.get(column, column)
+    if record.values.get(name) is not None:
+        return record.values[name]
+    raise LoadError(
+        f"there is no {name!r}" + ("" if name in record.values else did_you_mean(name, map(str, record.values))),
+        at=record.place,
+        why=f"the columns are {', '.join(map(str, record.values))}",
+        fix=f"name the column that holds it: data.columns={{{column}: ...}}",
+    )
 
 
 def _encode_pair(record: Record, tools: Tools) -> Example:
-    source, target = (str(tools.value(record, column)) for column in ("prompt", "response"))
+    source, target = (str(column_of(record, column)) for column in ("prompt", "response"))
     limits = {"truncation": True, "max_length": tools.seq_length}
     labels = tools.tokenizer(text_target=target, **limits)["input_ids"]
     return {**tools.tokenizer(source, **limits), "labels": labels}
 
 
 def _encode_text(record: Record, tools: Tools) -> Example:
-    text, other = tools.value(record, "text"), record.values.get(tools.columns.get("text_pair", "text_pair"))
+    text, other = column_of(record, "text"), record.values.get(record.columns.get("text_pair", "text_pair"))
     encoded = tools.tokenizer(str(text), other, truncation=True, max_length=tools.seq_length)
-    return {**encoded, "labels": tools.label(record, tools.value(record, "label"))}
+    return {**encoded, "labels": tools.label(record, column_of(record, "label"))}
 
 
 def _encode_words(record: Record, tools: Tools) -> Example:
-    words, tags = tools.value(record, "tokens"), tools.value(record, "tags")
+    words, tags = column_of(record, "tokens"), column_of(record, "tags")
     if len(words) != len(tags):
         raise LoadError(f"{len(words)} tokens with {len(tags)} tags", at=record.place)
     encoded = tools.tokenizer(words, is_split_into_words=True, truncation=True, max_length=tools.seq_length)
@@ -98,8 +109,8 @@ def _encode_words(record: Record, tools: Tools) -> Example:
 
 def _encode_question(record: Record, tools: Tools) -> Example:
     """Like transformers' own script: an answer beyond the row is at the first token."""
-    question, context = (str(tools.value(record, column)) for column in ("question", "context"))
-    answers = tools.value(record, "answers")
+    question, context = (str(column_of(record, column)) for column in ("question", "context"))
+    answers = column_of(record, "answers")
     encoded = tools.tokenizer(
         question, context, truncation="only_second", max_length=tools.seq_length, return_offsets_mapping=True
     )
@@ -119,18 +130,19 @@ def _encode_question(record: Record, tools: Tools) -> Example:
 
 
 def _encode_image(record: Record, tools: Tools) -> Example:
-    image = read_image(tools.value(record, "image"), tools.directory)
+    image = read_image(column_of(record, "image"), record.directory)
     pixels = tools.images(image, return_tensors="np")["pixel_values"][0]
-    return {"pixel_values": pixels, "labels": tools.label(record, tools.value(record, "label"))}
+    return {"pixel_values": pixels, "labels": tools.label(record, column_of(record, "label"))}
 
 
 def _encode_sound(record: Record, tools: Tools) -> Example:
-    return {**_hear(record, tools), "labels": tools.label(record, tools.value(record, "label"))}
+    return {**_hear(record, tools), "labels": tools.label(record, column_of(record, "label"))}
 
 
 def _encode_speech(record: Record, tools: Tools) -> Example:
-    labels = tools.tokenizer(str(tools.value(record, "text")))["input_ids"]
-    return {**_hear(record, tools), "labels": labels}
+    labels = tools.tokenizer(str(column_of(record, "text")))["input_ids"]
+    starts = tools.start_token is not None and labels[:1] == [tools.start_token]  # the model puts it there itself
+    return {**_hear(record, tools), "labels": labels[1:] if starts else labels}
 
 
 def _hear(record: Record, tools: Tools) -> Example:
@@ -140,46 +152,53 @@ def _hear(record: Record, tools: Tools) -> Example:
 
 def hear(record: Record, tools: Tools) -> Any:
     """Returns the sound of a record, float32 [samples]."""
-    return read_sound(tools.value(record, "audio"), tools.directory, rate=tools.audio.sampling_rate)
+    return read_sound(column_of(record, "audio"), record.directory, rate=tools.audio.sampling_rate)
 
 
 def _encode_seen(record: Record, tools: Tools) -> Example:
     """A conversation with images: what the assistant says is learned."""
-    messages = tools.value(record, "messages")
-    raw = record.values.get(tools.columns.get("images", "images")) or [
-        part.get("path") or part.get("url") or part.get("image")
-        for message in messages
-        for part in message["content"]
-        if isinstance(part, Mapping) and part.get("type") == "image"
-    ]
-    images = [read_image(image, tools.directory) for image in raw]
+    messages = column_of(record, "messages")
     shown = Record(record.place, {"messages": [_without_images(message) for message in messages]})
     _, learned = read_messages(shown, "messages", {"messages": "messages"})
-    encoded, spans = _see(tools, messages, images), []
-    for place, message in enumerate(messages):
-        if message["role"] == "assistant" and learned[place]:
-            before = _see(tools, messages[:place], images, asks=True)["input_ids"][0]
-            until = _see(tools, messages[: place + 1], images)["input_ids"][0]
-            spans.append((len(before), len(until)))
+    parts = [part for message in messages for part in _images_of(message)]
+    raw = record.values.get(record.columns.get("images", "images")) or [
+        part.get("path") or part.get("url") or part.get("image") for part in parts
+    ]
+    if len(raw) != len(parts):
+        what = f"{counted(len(raw), 'image')} for {counted(len(parts), 'image part')} of the messages"
+        fix = 'write {"type": "image"} into the content of the message that shows an image'
+        raise LoadError(what, at=record.place, fix=fix)
+    images = [read_image(image, record.directory) for image in raw]
+    encoded = _see(tools, messages, images)
     tokens = encoded["input_ids"][0]
-    is_target = [any(start <= number < stop for start, stop in spans) for number in range(len(tokens))]
+    is_target = np.zeros(len(tokens), np.bool_)
+    for place in (place for place, is_learned in enumerate(learned) if is_learned):
+        before = _see(tools, messages[:place], images, asks=True)["input_ids"][0]
+        until = _see(tools, messages[: place + 1], images)["input_ids"][0]
+        if [*until] != [*tokens[: len(until)]] or [*before] != [*until[: len(before)]]:
+            why = f"it writes the messages before a response differently with what follows (message {place})"
+            fix = "name a training template with data.chat_template, or give conversations of one answer"
+            raise LoadError("the chat template does not tell what is learned", at=record.place, why=why, fix=fix)
+        is_target[len(before) : len(until)] = True
     found = {name: value if is_medium(name) else value[0] for name, value in encoded.items()}
     return found | {"labels": np.where(is_target, tokens, IGNORED)}
 
 
 def _see(tools: Tools, messages: Sequence[Any], images: Sequence[Any], *, asks: bool = False) -> Any:
+    """Returns the inputs of messages. The template writes all special tokens."""
     text = tools.processor.apply_chat_template(messages, add_generation_prompt=asks, tokenize=False)
-    number = sum(
-        isinstance(part, Mapping) and part.get("type") == "image" for each in messages for part in each["content"]
-    )
-    return tools.processor(text=[text], images=list(images[:number]) or None, return_tensors="np")
+    shown = list(images[: sum(len(_images_of(message)) for message in messages)])
+    return tools.processor(text=[text], images=shown or None, return_tensors="np", add_special_tokens=False)
+
+
+def _images_of(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    parts = message.get("content") or ()
+    return [part for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
 
 
 def _without_images(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    content = message["content"]
-    if isinstance(content, str):
-        return message
-    return {**message, "content": [part for part in content if part.get("type") != "image"]}
+    images = _images_of(message)
+    return {**message, "content": [part for part in message["content"] if part not in images]} if images else message
 
 
 def read_image(value: Any, directory: Path) -> Any:
@@ -290,11 +309,12 @@ class ExampleRows:
     ) -> None:
         self.num_rows, self.num_tokens, self.seq_length = len(records), 0, tools.seq_length
         self._records, self._encode, self._tools, self._paddings = records, encode, tools, paddings
-        about = (fingerprint, list(tools.labels), dict(tools.columns), tools.seq_length)
-        self._digest = digest("examples", *about)
+        self._digest = digest("examples", fingerprint, list(tools.labels), tools.seq_length)
         self._lengths: dict[int, int] = {}
         if not records:
             raise LoadError("the data holds no records", at="data")
+        is_raw = tools.audio is not None and "input_values" in tools.audio.model_input_names
+        self._hears = is_raw and np.ndim(encode(records[0], tools)["input_values"]) == 1  # samples, not frames
 
     def width(self, batch: Sequence[int]) -> int:
         """Returns the length of the longest text or sound of a batch; 0 where lengths change nothing.
@@ -303,7 +323,7 @@ class ExampleRows:
         must not depend on how it is shared out among data ranks.
         """
         tools = self._tools
-        hears = "input_values" in getattr(tools.audio, "model_input_names", ())
+        hears = self._hears
         if not hears and (tools.audio is not None or tools.processor is not None or tools.images is not None):
             return 0
         for row in batch:
@@ -342,7 +362,7 @@ def collate(examples: Sequence[Example], paddings: Mapping[str, int], *, width: 
         values = [np.asarray(example[name]) for example in examples if name in example]
         is_joined = "input_ids" in examples[0] and is_medium(name)  # a row for each image or patch, not for each text
         padding = IGNORED if name == "labels" else paddings.get(name, 0)
-        is_whole = len(values[0]) == _length_of(examples[0]) if values[0].ndim else False
+        is_whole = values[0].ndim == 1 and [*map(len, values)] == [*map(_length_of, examples)]
         own = width if is_whole else 0
         tensor = torch.from_numpy(np.concatenate(values) if is_joined else _stack(values, padding, width=own))
         found[name] = tensor.float() if tensor.dtype == torch.float64 else tensor
@@ -400,7 +420,7 @@ class MaskedRows:
         for place, row in enumerate(rows):
             random = np.random.default_rng([self._seed, turn, row])
             draws = np.where(may_be_chosen[place], random.random(len(ids[place])), 2.0)
-            is_chosen = draws < max(self.SHARE, draws.min() + 1e-12)  # at least one
+            is_chosen = may_be_chosen[place] & (draws < max(self.SHARE, draws.min() + 1e-12))  # at least one
             labels[place, is_chosen] = ids[place, is_chosen]
             kinds, others = random.random(len(draws)), random.integers(self._num_ids, size=len(draws))
             ids[place] = np.where(is_chosen & (kinds < 0.8), self._mask, ids[place])

@@ -105,8 +105,6 @@ def evaluation_batches(
     num_rows = min(rows.num_rows, batch_size * max_batches)
     if counts_rows:
         num_rows -= num_rows % batch_size
-        if num_rows == 0:
-            raise BatchError(f"{rows.num_rows:,} held-out rows are no batch of {batch_size}", fix="hold out more rows")
     share = batch_size // data_size
     for first in range(0, num_rows, batch_size):
         places = range(first, first + batch_size)
@@ -325,7 +323,7 @@ def _report(reporter: Reporter, record: StepRecord) -> bool:
     """Returns whether the reporter accepted the record. An error of a reporter does not end the run."""
     try:
         reporter.report(record)
-    except OSError as error:
+    except Exception as error:  # noqa: BLE001 - a full disk, or what a tracker or a callback of the user's raises
         logger.warning("%s ends at step %d, training goes on: %s", type(reporter).__name__, record.step, error)
         return False
     return True
