@@ -203,6 +203,9 @@ def read_model_config(config: TrainConfig, tokenizer: Any) -> Any:
 
 def _check_fit(model_config: Any, config: TrainConfig, num_tokens: int | None) -> list[Problem]:
     problems: list[Problem] = []
+    if MeshShape.parse(config.layout).size("ddp") > 1 and getattr(model_config, "layerdrop", 0):
+        what = f"is {config.layout}, and the model leaves out layers at random (layerdrop {model_config.layerdrop})"
+        problems.append(Problem("layout", what, "use fsdp: ddp ranks would add up gradients of different layers"))
     if num_tokens is None:
         return problems
     vocab_size = getattr(model_config.get_text_config(), "vocab_size", None)
