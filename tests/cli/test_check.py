@@ -218,6 +218,18 @@ def test_the_plan_is_printed_for_a_run_a_config_and_a_directory(run, tmp_path, c
     assert "nothing can be loaded from './nowhere'" in capsys.readouterr().err
 
 
+def test_a_plan_takes_overrides_of_a_run(run, tmp_path, capsys):
+    assert main(["plan", run, "layout=tp1", "data.seq_length=16", "--compute", "float32", "batch_size=3"]) == 0
+    assert "between forward and backward of 3 x 16 tokens it holds" in (out := capsys.readouterr().out)
+    assert "plan for tp1" in out
+    assert main(["plan", run, "stps=5"]) == 1
+    assert "stps: unknown key (did you mean 'steps'?)" in capsys.readouterr().err
+    assert main(["plan", str(tmp_path), "layout=tp4"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: layout=tp4 after {tmp_path}\n  why: key=value changes a key of a run")
+    assert "--layout tp2" in err
+
+
 def test_a_place_is_checked_and_not_created(tmp_path):
     check_place(str(tmp_path / "runs" / "latest"))
     assert not list(tmp_path.iterdir())

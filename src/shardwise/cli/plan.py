@@ -21,7 +21,7 @@ replicated and why. Reads the model's configuration, not its weights.
   shardwise plan path/or/hub-id --layout tp2
   shardwise plan path/or/hub-id --layout fsdp8.tp4 --batch 2x4096 --compute bfloat16 --recompute full
   shardwise plan path/or/hub-id --layout pp4 --timeline steps.svg
-  shardwise plan run.yaml
+  shardwise plan run.yaml layout=tp4 batch_size=32
 
 --timeline draws one step of the pipeline, assuming that all stages take the same time.
 
@@ -34,6 +34,8 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help="model directory, hub id, config.json, or the YAML file of a run"
     )
+    # Without a default argparse calls them required.
+    parser.add_argument("overrides", nargs="*", default=None, metavar="key=value", help="keys that override the run's")
     parser.add_argument(
         "--layout", metavar="LAYOUT", help="ranks along each axis, such as tp2 (default for a run: its own)"
     )
@@ -108,22 +110,30 @@ def find_target(arguments: argparse.Namespace) -> tuple[Any, MeshShape, Parallel
     """Returns the target of `plan` and `verify`: the model (a directory, a hub id or a transformers config), the
     layout, the other options, and the run if its file was named. Options of the command line override the file's.
     """
+    model, layout, spec, config = str(arguments.model), arguments.layout, ParallelSpec(), None
+    if Path(model).suffix in (".yaml", ".yml"):
+        config = read_config(Path(model), arguments.overrides)
+        layout = layout or config.layout
+    elif arguments.overrides:
+        raise ConfigError(
+            f"{arguments.overrides[0]} after {model}",
+            why="key=value changes a key of a run, and this is not the YAML file of a run",
+            fix=f"use an option, such as --layout tp2, or `shardwise {arguments.command} run.yaml key=value`",
+        )
+    if layout is None:
+        raise ConfigError("no layout is given", fix="add one, such as --layout tp2")
+    shape = MeshShape.parse(layout)
     from shardwise.cli.data import load_tokenizer
     from shardwise.cli.models import read_model_config, spec_of  # torch and transformers are slow to import
     from shardwise.parallel.build import read_config as read_config_values
 
-    model: Any = str(arguments.model)
-    layout, spec, config = arguments.layout, ParallelSpec(), None
-    suffix = Path(model).suffix
-    if suffix in (".yaml", ".yml"):
-        config = read_config(Path(model))
-        model, layout, spec = config.model.path, layout or config.layout, spec_of(config)
-        if model is None:
-            model = read_model_config(config, load_tokenizer(config))
-    if suffix == ".json":
-        model = read_config_values(model, {})[0]
-    if layout is None:
-        raise ConfigError("no layout is given", fix="add one, such as --layout tp2")
+    source: Any = model
+    if config is not None:
+        source, spec = config.model.path, spec_of(config)
+        if source is None:
+            source = read_model_config(config, load_tokenizer(config))
+    elif Path(model).suffix == ".json":
+        source = read_config_values(model, {})[0]
     if arguments.sequence_parallel:
         spec = replace(spec, sequence_parallel=True)
-    return model, MeshShape.parse(layout), spec, config
+    return source, shape, spec, config

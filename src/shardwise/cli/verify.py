@@ -12,7 +12,7 @@ loss, logits, every gradient and the replicas. Prints a table; the exit code is 
 
   shardwise verify path/or/hub-id --layout tp2 --sequence-parallel
   shardwise verify path/or/hub-id --layout pp2.tp2 --adapter path/of/adapter
-  shardwise verify run.yaml
+  shardwise verify run.yaml layout=pp2.tp2
 """
 
 
