@@ -14,10 +14,21 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from shardwise.api.fitting import describe_fit
 from shardwise.api.prepare import decide, observe_labels, open_subgroups
 from shardwise.comm.count import CommunicationCount, Traffic
-from shardwise.errors import ConfigError, MeshError, ShardwiseError, UnsupportedError, counted
-from shardwise.estimate.memory import ActivationBytes, StateBytes, describe_stages, mib, schedule_of, state_bytes
+from shardwise.errors import ConfigError, MeshError, ShardwiseError, UnsupportedError, counted, sized
+from shardwise.estimate.memory import (
+    ActivationBytes,
+    Card,
+    StateBytes,
+    alike,
+    describe_stages,
+    schedule_of,
+    stage_parts,
+    stages_named,
+    states_of,
+)
 from shardwise.lora.inject import inject
 from shardwise.loss.logits import dropped_output
 from shardwise.mesh import Mesh
@@ -29,11 +40,10 @@ from shardwise.parallel.apply import apply_plan
 from shardwise.parallel.build import allocate_meta, build_meta_model, num_positions, read_config
 from shardwise.parameters.registry import registry_of
 from shardwise.plan.decision import Explanation, SplitPlan
-from shardwise.plan.options import ParallelSpec
+from shardwise.plan.options import ParallelSpec, Precision
 from shardwise.proof.counting import counted_layers
 from shardwise.runtime.adapter_facts import find_model
 from shardwise.runtime.host_masks import can_take_host_masks, read_host_mask, take_host_masks
-from shardwise.schedule.schedule import Schedule
 from shardwise.stages.model import Stages
 from shardwise.tiny.inputs import make_batch
 from shardwise.topology.shape import AXES, MeshShape
@@ -80,18 +90,22 @@ class Rehearsal:
     options: Mapping[str, Any] = field(default_factory=dict)
     adapter: Any = None
 
+    def decide(self) -> tuple[PreTrainedModel, SplitPlan]:
+        """Returns the model on the meta device, not yet split, and its plan. Raises the errors of `load`."""
+        model = build_meta_model(
+            copy.deepcopy(self.source), self.auto_class, dtype=self.dtype, options=dict(self.options)
+        )
+        if self.adapter is not None:
+            inject(model, self.adapter)
+        return model, decide(model, self.shape, self.spec)
+
     @contextmanager
     def open(self, *, rank: int = 0) -> Iterator[PreTrainedModel]:
         """Context manager that gives a rank's split model in training mode, on fake tensors.
 
         Raises the errors of `load`, and a `MeshError` if this process already belongs to a distributed job.
         """
-        model = build_meta_model(
-            copy.deepcopy(self.source), self.auto_class, dtype=self.dtype, options=dict(self.options)
-        )
-        if self.adapter is not None:
-            inject(model, self.adapter)
-        plan = decide(model, self.shape, self.spec)
+        model, plan = self.decide()
         observe_labels(model)
         # Only the devices themselves have symmetric memory.
         spec = replace(self.spec, fsdp=replace(self.spec.fsdp, symmetric_memory=False))
@@ -103,6 +117,35 @@ class Rehearsal:
                 open_subgroups(registry)
             track_gradients(model, registry)
             yield model.train()
+
+    @property
+    def precision(self) -> Precision:
+        """Dtypes of parameters, computation and gradient reduction; by default all float32."""
+        return self.spec.precision or Precision(compute="float32")
+
+    def step_bytes(self, batch: tuple[int, int], num_microbatches: int | None, *, most: int) -> int:
+        """Returns the bytes that the fullest rank needs in a step; only those kept between steps if they exceed `most`.
+
+        Args:
+            batch: rows and tokens of a microbatch.
+        """
+        model, plan = self.decide()
+        frozen = _frozen(model)
+        of_all = [self._states(plan, frozen, coord) for coord in range(plan.shape.pp_size)]
+        if (kept := max(each.total for each in of_all)) > most:
+            return kept
+        if plan.pipeline is None:
+            step = self.run_step(num_rows=batch[0], seq_length=batch[1])
+            return of_all[0].parameters + of_all[0].optimizer + step.peak_bytes
+        steps = self.run_stages(num_rows=batch[0], seq_length=batch[1])
+        held = {number: step.held_bytes for number, step in steps.items()}
+        schedule = schedule_of(plan, num_microbatches)
+        parts = stage_parts(plan, schedule, held, precision=self.precision, frozen=frozen)
+        return max(sum(each.values()) for each in parts)
+
+    def _states(self, plan: SplitPlan, frozen: Collection[str], coord: int = 0) -> StateBytes:
+        itemsize = getattr(torch, self.precision.params).itemsize
+        return states_of(plan, itemsize=itemsize, frozen=frozen, coord=coord)
 
     def _eager(self) -> "Rehearsal":
         if self.spec.recompute.mode == "budget":
@@ -138,7 +181,8 @@ class RehearsedStage:
     """Memory and communication of one pipeline stage for one microbatch.
 
     Attributes:
-        held_bytes: bytes kept between forward and backward, including received and sent tensors.
+        held_bytes: bytes kept between forward and backward, including received and sent tensors. What FSDP2 gathers is
+            not counted: it exists once for all microbatches.
         tp: collectives over tp in forward and backward.
     """
 
@@ -202,7 +246,7 @@ def _run_stage(model: nn.Module, stages: Stages, stage: int, batch: Mapping[str,
             received = [torch.empty(x.shape, dtype=x.dtype, requires_grad=x.needs_gradient) for x in incoming]
             output = stages.run(stage, batch, received) if root is None else root(batch, received)
             output = (output.loss,) if hasattr(output, "loss") else output
-            held = count.total().total
+            held = count.total().activations if registry.mesh.shape.data_size > 1 else count.total().total
         if group is not None:
             with FakeTensorCorrections():
                 started = [x for x in output if x.requires_grad]
@@ -260,6 +304,7 @@ def describe(
     batch: tuple[int, int] | None = None,
     num_microbatches: int | None = None,
     adapter: Any = None,
+    card: Card | None = None,
     **options: Any,
 ) -> Explanation:
     """Returns what a layout does to a model, without a mesh, a process group or weights: rules, placements, what is
@@ -269,39 +314,31 @@ def describe(
         batch: rows of one microbatch on a data rank, and tokens in each: adds what is kept between its forward and its
             backward, counted by running the forward on fake tensors. Only in a process that is no rank of a job.
         num_microbatches: of a step; of a pipeline by default the fewest that its schedule takes.
+        card: adds whether a step fits it, and if not what would.
     """
     spec, options = ParallelSpec.take(options)
     shape = layout if isinstance(layout, MeshShape) else MeshShape.parse(layout)
     config, model_options = (source, options) if isinstance(source, PreTrainedConfig) else read_config(source, options)
     if batch is not None:
         _check_batch(config, *batch)
-    model = build_meta_model(copy.deepcopy(config), auto_class, dtype=None, options=model_options)
-    if adapter is not None:
-        inject(model, adapter)
-    plan = decide(model, shape, spec)
-    dtype = "float32" if spec.precision is None else spec.precision.params
-    in_full = batch is not None or plan.pipeline is not None
     rehearsal = Rehearsal(
         source=config,
-        shape=shape if in_full else MeshShape(tp_size=shape.tp_size),
+        shape=shape,
         spec=spec,
-        dtype=None if spec.precision is None else getattr(torch, dtype),
+        dtype=None if spec.precision is None else getattr(torch, spec.precision.params),
         auto_class=auto_class,
         options=model_options,
         adapter=adapter,
     )
-    frozen = {fqn for fqn, value in model.named_parameters() if not value.requires_grad}
-    if plan.pipeline is not None:
-        schedule = schedule_of(plan, num_microbatches)
-        return _explain_stages(plan, rehearsal, schedule, _attention(model), frozen=frozen, dtype=dtype, batch=batch)
-    kept = _at_rest(plan, frozen, dtype=dtype)
-    parts = f"parameters {mib(kept.parameters)}, gradients {mib(kept.gradients)}, AdamW {mib(kept.optimizer)}"
-    memory = f"{_attention(model)}\na rank keeps {mib(kept.total)} from step to step in {dtype}: {parts}"
-    if batch is None and (plan.num_parts == 1 or dist.is_initialized()):
-        return Explanation(plan=plan, memory=memory)
-    activations, collectives = _rehearsed(rehearsal, batch or _FEW_TOKENS, kept)
-    memory = memory if batch is None else f"{memory}\n{activations}"
-    return Explanation(plan=plan, collectives=collectives, memory=memory)
+    model, plan = rehearsal.decide()
+    explain = _explain_step if plan.pipeline is None else _explain_stages
+    found, needed = explain(plan, rehearsal, batch, num_microbatches, frozen=_frozen(model))
+    memory = [_attention(model), *found.memory.splitlines()]
+    if card is not None and needed is None:
+        memory.append(f"fits {card.name}: not known, as what a step holds is not")
+    elif card is not None and needed is not None:
+        memory.append(describe_fit(rehearsal, card, needed, batch=batch, num_microbatches=num_microbatches))
+    return replace(found, memory="\n".join(memory))
 
 
 def _check_batch(config: PreTrainedConfig, num_rows: int, seq_length: int) -> None:
@@ -313,71 +350,108 @@ def _check_batch(config: PreTrainedConfig, num_rows: int, seq_length: int) -> No
         raise ConfigError(f"a microbatch of {num_tokens:,} tokens on a data rank", fix=fix)
 
 
+def _frozen(model: nn.Module) -> set[str]:
+    return {fqn for fqn, value in model.named_parameters() if not value.requires_grad}
+
+
 def _explain_stages(
     plan: SplitPlan,
     rehearsal: Rehearsal,
-    schedule: Schedule,
-    attention: str,
+    batch: tuple[int, int] | None,
+    num_microbatches: int | None,
     *,
     frozen: Collection[str],
-    dtype: str,
-    batch: tuple[int, int] | None,
-) -> Explanation:
-    """The explanation of a pipeline: what each stage holds, and sends, with a microbatch as far as it is known."""
-    itemsize, lines, found = getattr(torch, dtype).itemsize, [], {}
+) -> tuple[Explanation, int | None]:
+    """Returns what each stage of a pipeline holds and sends, and the bytes that the fullest rank needs in a step:
+    without a batch those that it keeps between steps, None if they are not known.
+    """
+    schedule, precision = schedule_of(plan, num_microbatches), rehearsal.precision
+    itemsize, lines, held, memory = getattr(torch, precision.params).itemsize, [], {}, ""
+    needed: int | None = max(rehearsal._states(plan, frozen, coord).total for coord in range(plan.shape.pp_size))
     if batch is not None:
         try:
             steps = rehearsal.run_stages(num_rows=batch[0], seq_length=batch[1])
-            found = {number: step.held_bytes for number, step in steps.items()}
-            lines = [
-                f"over pp, a microbatch: stage {number} sends {counted(step.num_sent, 'tensor')} "
-                f"of {mib(step.sent_bytes)}, and is sent the gradients"
-                for number, step in steps.items()
-                if step.num_sent
-            ]
-            if plan.num_parts > 1:
-                lines += [f"over tp, a microbatch: stage {number}: {step.tp}" for number, step in steps.items()]
         except UnsupportedError as error:
-            lines = [f"what stages hold between forward and backward is not known: {error.why or error.summary}"]
-    stages = describe_stages(plan, schedule, itemsize=itemsize, frozen=frozen, activations=found)
-    return Explanation(plan=plan, collectives=tuple(lines), memory=attention, stages=stages)
+            lines, needed = (
+                [f"what stages hold between forward and backward is not known: {error.why or error.summary}"],
+                None,
+            )
+        else:
+            held = {number: step.held_bytes for number, step in steps.items()}
+            parts = stage_parts(plan, schedule, held, precision=precision, frozen=frozen)
+            fullest = max(range(len(parts)), key=lambda coord: sum(parts[coord].values()))
+            needed = sum(parts[fullest].values())
+            memory = f"a step needs about {sized(needed)} on the fullest rank, of pp {fullest}: "
+            memory += ", ".join(f"{name} {sized(size)}" for name, size in parts[fullest].items())
+            memory += "; an estimate by parts, without temporary tensors"
+            lines = [*_sent(steps), *(_over_tp(steps) if plan.num_parts > 1 else ())]
+    stages = describe_stages(plan, schedule, itemsize=itemsize, frozen=frozen, activations=held)
+    return Explanation(plan=plan, collectives=tuple(lines), memory=memory, stages=stages), needed
 
 
-def _at_rest(plan: SplitPlan, frozen: Collection[str], *, dtype: str) -> StateBytes:
-    """Returns what rank 0, which holds most, keeps from step to step with AdamW."""
-    trained = [planned.layout for fqn, planned in plan.parameters.items() if fqn not in frozen]
-    kept = [planned.layout for fqn, planned in plan.parameters.items() if fqn in frozen]
-    return state_bytes(trained, plan.shape.coords(0), itemsize=getattr(torch, dtype).itemsize, frozen=kept)
+def _sent(steps: Mapping[int, RehearsedStage]) -> Iterator[str]:
+    for first, last in alike({number: (step.num_sent, step.sent_bytes) for number, step in steps.items()}):
+        if (step := steps[first]).num_sent:
+            sent = f"sends {counted(step.num_sent, 'tensor')} of {sized(step.sent_bytes)}, and is sent the gradients"
+            yield f"over pp, a microbatch: {stages_named(first, last)} {sent}"
 
 
-def _rehearsed(rehearsal: Rehearsal, batch: tuple[int, int], at_rest: StateBytes) -> tuple[str, tuple[str, ...]]:
-    """Returns what rank 0 holds in the middle of a step, and what it communicates, in words."""
-    num_rows, seq_length = batch
+def _over_tp(steps: Mapping[int, RehearsedStage]) -> Iterator[str]:
+    for first, last in alike({number: str(step.tp) for number, step in steps.items()}):
+        yield f"over tp, a microbatch: {stages_named(first, last).removesuffix(':')}: {steps[first].tp}"
+
+
+def _explain_step(
+    plan: SplitPlan,
+    rehearsal: Rehearsal,
+    batch: tuple[int, int] | None,
+    num_microbatches: int | None,
+    *,
+    frozen: Collection[str],
+) -> tuple[Explanation, int | None]:
+    """Returns what rank 0 holds and communicates, and the bytes that it needs in a step: without a batch those that it
+    keeps between steps, None if they are not known.
+    """
+    kept = rehearsal._states(plan, frozen)
+    memory = f"a rank keeps {sized(kept.total)} from step to step in {rehearsal.precision.params}: "
+    memory += f"parameters {sized(kept.parameters)}, gradients {sized(kept.gradients)}, AdamW {sized(kept.optimizer)}"
+    if batch is None and (plan.num_parts == 1 or dist.is_initialized()):
+        return Explanation(plan=plan, memory=memory), kept.total
+    if batch is None:
+        rehearsal = replace(rehearsal, shape=MeshShape(tp_size=plan.num_parts))
+    num_rows, seq_length = batch or _FEW_TOKENS
     middle = f"between forward and backward of {num_rows} x {seq_length:,} tokens"
     try:
         step = rehearsal.run_step(num_rows=num_rows, seq_length=seq_length)
     except UnsupportedError as error:
         why = error.why or error.summary
-        return f"what it holds {middle} is not known: {why}", (f"cannot be counted: {why}",)
-    gathered = f", gathered or cast parameters {mib(step.activations.gathered)}" if step.activations.gathered else ""
-    kept = step.activations
-    activations = f"{middle} it holds {mib(kept.total)} besides: activations {mib(kept.activations)}{gathered}"
-    peak = at_rest.parameters + at_rest.optimizer + step.peak_bytes
-    activations += (
-        f"\npeak during a step: {mib(peak)} (parameters, AdamW state, and {mib(step.peak_bytes)} of gradients, "
-        "activations and temporary tensors)"
-    )
-    lines = []
-    if rehearsal.shape.tp_size > 1:
-        lines.append(f"over tp, a microbatch of {num_rows} x {seq_length:,} tokens: {step.tp}")
+        lines: tuple[str, ...] = (f"cannot be counted: {why}",)
+        if batch is None:
+            return Explanation(plan=plan, collectives=lines, memory=memory), kept.total
+        memory += f"\nwhat it holds {middle} is not known: {why}"
+        return Explanation(plan=plan, collectives=lines, memory=memory), None
+    lines = tuple(_communicated(rehearsal.shape, step, num_rows=num_rows, seq_length=seq_length))
+    if batch is None:
+        return Explanation(plan=plan, collectives=lines, memory=memory), kept.total
+    held, needed = step.activations, kept.parameters + kept.optimizer + step.peak_bytes
+    gathered = f", gathered or cast parameters {sized(held.gathered)}" if held.gathered else ""
+    memory += f"\n{middle} it holds {sized(held.total)} besides: activations {sized(held.activations)}{gathered}"
+    memory += f"\npeak during a step: {sized(needed)} (parameters, AdamW state, and {sized(step.peak_bytes)} of "
+    memory += "gradients, activations and temporary tensors)"
+    return Explanation(plan=plan, collectives=lines, memory=memory), needed
+
+
+def _communicated(shape: MeshShape, step: RehearsedStep, *, num_rows: int, seq_length: int) -> Iterator[str]:
+    """Yields what rank 0 communicates, in words."""
+    if shape.tp_size > 1:
+        yield f"over tp, a microbatch of {num_rows} x {seq_length:,} tokens: {step.tp}"
         if step.layer is not None:
             forward, backward = step.layer
-            lines.append(f"of these in a layer: {forward:g} in its forward, {backward:g} in its backward")
-    if rehearsal.shape.data_size > 1:
-        lines.append(f"over the data axes, a microbatch: {step.data}")
+            yield f"of these in a layer: {forward:g} in its forward, {backward:g} in its backward"
+    if shape.data_size > 1:
+        yield f"over the data axes, a microbatch: {step.data}"
     if step.after.calls:
-        lines.append(f"gradient phase, once a step: {step.after}")
-    return activations, tuple(lines)
+        yield f"gradient phase, once a step: {step.after}"
 
 
 def _attention(model: nn.Module) -> str:

@@ -9,6 +9,7 @@ import transformers
 
 from shardwise.api.building import load_by_spec
 from shardwise.api.describing import Rehearsal
+from shardwise.api.fitting import find_remedies
 from shardwise.checkpoint.export import export_bytes
 from shardwise.checkpoint.manifest import StoredParts
 from shardwise.cli.config_file import Problems, config_error
@@ -16,7 +17,8 @@ from shardwise.cli.data import build_encoder, check_records, load_tokenizer
 from shardwise.cli.inputs import adapter_of, check_place, compilation_of, find_optimizer
 from shardwise.data.config import DataConfig, held_out, rows_of
 from shardwise.data.rows import DocumentMasking
-from shardwise.errors import ConfigError, ShardwiseError, UnsupportedError, did_you_mean, one_line
+from shardwise.errors import ConfigError, ShardwiseError, UnsupportedError, did_you_mean, one_line, sized
+from shardwise.estimate.memory import Card
 from shardwise.loss.label_use import check_label_use
 from shardwise.mesh import Mesh
 from shardwise.optim.optimizer import build_optimizer
@@ -116,6 +118,48 @@ def check_model(config: TrainConfig) -> list[Problem]:
     return [*problems, *_check_fit(model_config, config, len(tokenizer)), *_rehearse(config, model_config)]
 
 
+def microbatch_of(config: TrainConfig, shape: MeshShape) -> tuple[int, int]:
+    """Returns the rows and tokens of a microbatch of a run on one data rank; at least one row, as another layout may
+    need more of them.
+    """
+    return max(1, config.batch_size // (shape.data_size * config.num_microbatches)), config.data.seq_length
+
+
+def find_gpu() -> Card | None:
+    """Returns the memory of the first visible GPU; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    return Card(properties.name, properties.total_memory)
+
+
+def check_memory(config: TrainConfig, card: Card) -> list[Problem]:
+    """Returns a problem if a step of a run that has no other problems does not fit a card."""
+    tokenizer = load_tokenizer(config)
+    rehearsal = _rehearsal(config, read_model_config(config, tokenizer), adapter_of(config))
+    batch, options = microbatch_of(config, rehearsal.shape), {"num_microbatches": config.num_microbatches}
+    try:
+        needed = rehearsal.step_bytes(batch, config.num_microbatches, most=card.num_bytes)
+    except UnsupportedError as error:
+        logger.warning("whether a step fits %s is not known: %s", card.name, error)
+        return []
+    if needed <= card.num_bytes:
+        return []
+    what = f"a step needs {sized(needed)}, and {card.name} are {sized(card.num_bytes)}"
+    return [Problem("batch_size", what, find_remedies(rehearsal, card, batch=batch, **options))]
+
+
+def _rehearsal(config: TrainConfig, model_config: Any, adapter: Any) -> Rehearsal:
+    return Rehearsal(
+        source=model_config,
+        shape=MeshShape.parse(config.layout),
+        spec=spec_of(config),
+        dtype=getattr(torch, config.model.dtype),
+        auto_class=class_of(config),
+        adapter=adapter,
+    )
+
+
 def class_of(config: TrainConfig) -> Any:
     """Returns the `auto_class` argument of `load`. With `model.allow_missing` a new head is trained on the checkpoint's
     body; otherwise the checkpoint names the class.
@@ -141,15 +185,7 @@ def _rehearse(config: TrainConfig, model_config: Any) -> list[Problem]:
     if problems:
         return problems
     try:
-        rehearsal = Rehearsal(
-            source=model_config,
-            shape=MeshShape.parse(config.layout),
-            spec=spec_of(config),
-            dtype=getattr(torch, config.model.dtype),
-            auto_class=class_of(config),
-            adapter=adapter,
-        )
-        with rehearsal.open() as model:
+        with _rehearsal(config, model_config, adapter).open() as model:
             with problems.of("model"):
                 check_label_use(model)
             with problems.of("optimizer"):

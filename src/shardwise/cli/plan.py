@@ -9,6 +9,7 @@ from typing import Any
 from shardwise.cli.config_file import read_config
 from shardwise.errors import ConfigError
 from shardwise.estimate.cuts import schedule_for
+from shardwise.estimate.memory import Card
 from shardwise.plan.options import ParallelSpec, Precision, Recompute
 from shardwise.schedule.timeline import chrome_trace, describe_schedule, draw_svg, timeline
 from shardwise.topology.shape import MeshShape
@@ -26,7 +27,11 @@ replicated and why. Reads the model's configuration, not its weights.
 --timeline draws one step of the pipeline, assuming that all stages take the same time.
 
 --batch adds the memory of one microbatch, from a forward on fake tensors. The default for a run is its own batch size.
+--card says whether that fits, and what would make it fit; the default is the memory of the first GPU, if there is one.
 """
+
+
+CARD_HELP = "say whether a step fits a device with this memory, such as 80GB (10^9 bytes each) or 79.1GiB"
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `shardwise plan`."""
     add_target(parser)
     parser.add_argument("--batch", metavar="ROWSxTOKENS", help="size of one microbatch on a data rank, such as 2x4096")
+    parser.add_argument("--card", metavar="SIZE", help=CARD_HELP)
     parser.add_argument("--compute", metavar="DTYPE", help="dtype of forward and backward, such as bfloat16")
     parser.add_argument("--recompute", metavar="MODE", help="none, full, attention, selective or alternate")
     parser.add_argument(
@@ -59,18 +65,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
+    card = None if arguments.card is None else read_card(arguments.card)
     model, shape, spec, config = find_target(arguments)
     if arguments.timeline is not None:
         _check_timeline(arguments.timeline, shape)
     from shardwise.api.describing import describe  # torch and transformers are slow to import
     from shardwise.cli.inputs import adapter_of
-    from shardwise.cli.models import class_of
+    from shardwise.cli.models import class_of, find_gpu, microbatch_of
 
     auto_class, batch, num_microbatches, adapter = None, None, None, arguments.adapter
     if config is not None:
         auto_class, num_microbatches = class_of(config), config.num_microbatches
-        rows = config.batch_size // (shape.data_size * config.num_microbatches)
-        batch = max(1, rows), config.data.seq_length  # --layout may need more rows
+        batch = microbatch_of(config, shape)
         adapter = adapter or adapter_of(config)
     if arguments.batch is not None:
         sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", arguments.batch)
@@ -82,10 +88,18 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.recompute is not None:
         spec = replace(spec, recompute=Recompute(mode=arguments.recompute))
     options = {"auto_class": auto_class, "batch": batch, "num_microbatches": num_microbatches, "adapter": adapter}
-    print(describe(model, shape, **options, **vars(spec)))
+    print(describe(model, shape, card=card or find_gpu(), **options, **vars(spec)))
     if arguments.timeline is not None:
         _draw_step(arguments.timeline, shape, spec, num_microbatches)
     return 0
+
+
+def read_card(text: str) -> Card:
+    """Returns the device that `--card` describes."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GB|GiB)", text)
+    if found is None:
+        raise ConfigError(f"cannot read --card {text}", fix="write its memory, such as 80GB or 79.1GiB")
+    return Card(f"{found[1]} {found[2]}", int(float(found[1]) * {"GB": 10**9, "GiB": 2**30}[found[2]]))
 
 
 def _check_timeline(file: Path, shape: MeshShape) -> None:

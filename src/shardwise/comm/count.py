@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.errors import sized
+
 # Operation to (what it is called here, which argument holds the tensors that say its size). Plain tensors are
 # communicated by c10d operations, DTensors by the functional ones, which do not pass through the former on their way.
 _OPERATIONS = {
@@ -49,7 +51,7 @@ class Traffic:
         parts = []
         for operation, count in sorted(self.calls.items()):
             noun = operation.replace("_", "-") + ("s" if count > 1 else "")
-            parts.append(f"{count} {noun} ({self.bytes[operation] / 2**20:,.1f} MiB)")
+            parts.append(f"{count} {noun} ({sized(self.bytes[operation])})")
         return ", ".join(parts) or "nothing"
 
 

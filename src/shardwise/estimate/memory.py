@@ -1,17 +1,19 @@
 """Bytes that a rank holds in training, from layouts alone; and descriptions of pipeline ranks."""
 
+import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
-from shardwise.errors import counted
+from shardwise.errors import counted, sized
 from shardwise.estimate.cuts import schedule_for
-from shardwise.plan.decision import SplitPlan
-from shardwise.plan.options import Pipeline
+from shardwise.plan.decision import ParameterPlan, SplitPlan
+from shardwise.plan.options import Pipeline, Precision
 from shardwise.schedule.schedule import Schedule
 from shardwise.schedule.timeline import timeline
 from shardwise.sharding.boxes import shape_of
 from shardwise.sharding.layout import Layout
+from shardwise.topology.shape import DATA_AXES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +67,23 @@ def state_bytes(
     return StateBytes(parameters=trained + held(frozen), gradients=trained, optimizer=2 * trained)
 
 
-def mib(nbytes: int) -> str:
-    """Returns a number of bytes in words."""
-    return f"{nbytes / 2**20:,.1f} MiB"
+@dataclass(frozen=True)
+class Card:
+    """The memory of a device. `name`: the device, in words."""
+
+    name: str
+    num_bytes: int
+
+
+def states_of(plan: SplitPlan, *, itemsize: int, frozen: Collection[str] = (), coord: int = 0) -> StateBytes:
+    """Returns what the first rank at pp coordinate `coord`, which holds most, keeps between steps.
+
+    Args:
+        frozen: names of the frozen parameters.
+    """
+    trained = [planned.layout for name, planned in plan.parameters.items() if name not in frozen]
+    kept = [planned.layout for name, planned in plan.parameters.items() if name in frozen]
+    return state_bytes(trained, plan.shape.coords(0) | {"pp": coord}, itemsize=itemsize, frozen=kept)
 
 
 def schedule_of(plan: SplitPlan, num_microbatches: int | None = None) -> Schedule:
@@ -78,6 +94,51 @@ def schedule_of(plan: SplitPlan, num_microbatches: int | None = None) -> Schedul
     return schedule_for(options, plan.shape, num_microbatches)
 
 
+def stage_parts(
+    plan: SplitPlan, schedule: Schedule, held: Mapping[int, int], *, precision: Precision, frozen: Collection[str] = ()
+) -> list[dict[str, int]]:
+    """Returns the parts of the bytes that the first rank of every pp coordinate needs in a step, by name.
+
+    Over data axes FSDP2 keeps parameters and gradients of a stage unsharded until the last microbatch.
+
+    Args:
+        held: for each stage, the bytes that a microbatch keeps between forward and backward.
+    """
+    sizes = [_ITEMSIZE[each] for each in (precision.params, precision.compute, precision.reduce)]
+    whole = replace(plan, parameters={name: _unsharded(planned) for name, planned in plan.parameters.items()})
+    parts = []
+    for coord, activations in enumerate(schedule.most_held(held)):
+        kept = states_of(plan, itemsize=sizes[0], frozen=frozen, coord=coord)
+        found = {"parameters": kept.parameters, "gradients": kept.gradients, "AdamW": kept.optimizer}
+        if plan.shape.data_size > 1:
+            del found["gradients"]
+            found["unsharded parameters"] = states_of(whole, itemsize=sizes[1], frozen=frozen, coord=coord).parameters
+            found["unsharded gradients"] = states_of(whole, itemsize=sizes[2], frozen=frozen, coord=coord).gradients
+        parts.append(found | {f"activations of {counted(schedule.in_flight[coord], 'microbatch')}": activations})
+    return parts
+
+
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+
+
+def _unsharded(planned: ParameterPlan) -> ParameterPlan:
+    layout = planned.layout
+    steps = tuple(step for step in layout.steps if not set(step.axes) & set(DATA_AXES))
+    return replace(planned, layout=replace(layout, steps=steps))
+
+
+def alike(found: Mapping[int, Hashable]) -> Iterator[tuple[int, int]]:
+    """Yields the first and the last number of every run of neighbours whose values are equal."""
+    for _, run in itertools.groupby(found.items(), key=lambda item: item[1]):
+        numbers = [number for number, _ in run]
+        yield numbers[0], numbers[-1]
+
+
+def stages_named(first: int, last: int) -> str:
+    """Returns `"stage 3"` or `"stages 3-7, each:"`."""
+    return f"stage {first}" if first == last else f"stages {first}-{last}, each:"
+
+
 def describe_stages(
     plan: SplitPlan,
     schedule: Schedule,
@@ -86,7 +147,8 @@ def describe_stages(
     frozen: Collection[str] = (),
     activations: Mapping[int, int] | None = None,
 ) -> tuple[str, ...]:
-    """Returns the descriptions of the stages, one line per pp rank.
+    """Returns the descriptions of the stages: one line per pp rank, and one for neighbours that differ in nothing but
+    in the microbatches that they hold.
 
     Args:
         activations: for each stage, the bytes that a microbatch keeps between forward and backward.
@@ -94,25 +156,33 @@ def describe_stages(
     assert plan.pipeline is not None
     waits = timeline(schedule).bubble
     lines = [f"{schedule.title}; if they cost alike, ranks wait {waits:.0%} of the time"]
-    trained = [planned.layout for name, planned in plan.parameters.items() if name not in frozen]
-    kept_frozen = [planned.layout for name, planned in plan.parameters.items() if name in frozen]
-    held = schedule.most_held(activations or {})
-    for coord, count in enumerate(schedule.in_flight):
+    sizes = activations or {}
+    held, found = schedule.most_held(sizes), {}
+    for coord in range(plan.shape.pp_size):
         stages = plan.pipeline.stages_on(coord)
-        coords = plan.shape.coords(0) | {"pp": coord}
-        kept = state_bytes(trained, coords, itemsize=itemsize, frozen=kept_frozen).total
+        kept = states_of(plan, itemsize=itemsize, frozen=frozen, coord=coord).total
         size = sum(math.prod(each.shape) for each in plan.parameters.values() if coord in each.stages)
-        line = f"pp {coord}: {'; '.join(_layers(plan, stages))}; {size:,} parameters, {mib(kept)} at rest; "
-        line += f"holds activations of up to {counted(count, 'microbatch')}"
-        lines.append(f"{line}: {mib(held[coord])} in total" if activations else line)
+        costs = tuple((len(plan.pipeline.segments(stage)), sizes.get(stage)) for stage in stages)
+        found[coord] = f"{size:,} parameters, {sized(kept)} at rest", costs
+    for first, last in alike(found):
+        counts, totals = (sorted(set(each[first : last + 1])) for each in (schedule.in_flight, held))
+        line = f"pp {first}: " if first == last else f"pp {first}-{last}: "
+        line += f"{'; '.join(_layers(plan, first, last))}; {found[first][0]}; holds activations of up to "
+        line += " to ".join([*map(str, counts[:-1][:1]), counted(counts[-1], "microbatch")])
+        lines.append(
+            f"{line}: {' to '.join(sized(each) for each in totals[:: max(1, len(totals) - 1)])} in total"
+            if activations
+            else line
+        )
     return tuple(lines)
 
 
-def _layers(plan: SplitPlan, stages: tuple[int, ...]) -> Iterator[str]:
+def _layers(plan: SplitPlan, first: int, last: int) -> Iterator[str]:
+    """Yields the stages of the pp coordinates `first` to `last`, each with its number of layers."""
     assert plan.pipeline is not None
-    for stage in stages:
-        calls = plan.pipeline.order.calls
-        segments = plan.pipeline.segments(stage)
-        first, last = calls[segments[0]], calls[segments[-1]]
-        named = first if len(segments) == 1 else f"{first} to {last}"
-        yield f"stage {stage}: {counted(len(segments), 'layer')}, {named}"
+    calls = plan.pipeline.order.calls
+    for stages in zip(*map(plan.pipeline.stages_on, range(first, last + 1)), strict=True):
+        segments = [segment for stage in sorted(stages) for segment in plan.pipeline.segments(stage)]
+        number = len(segments) // len(stages)
+        named = " to ".join(dict.fromkeys((calls[segments[0]], calls[segments[-1]])))
+        yield f"{stages_named(min(stages), max(stages)).removesuffix(':')}: {counted(number, 'layer')}, {named}"
