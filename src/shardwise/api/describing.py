@@ -3,9 +3,9 @@
 import copy
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,17 +18,7 @@ from shardwise.api.fitting import describe_fit
 from shardwise.api.prepare import decide, observe_labels, open_subgroups
 from shardwise.comm.count import CommunicationCount, Traffic
 from shardwise.errors import ConfigError, MeshError, ShardwiseError, UnsupportedError, counted, sized
-from shardwise.estimate.memory import (
-    ActivationBytes,
-    Card,
-    StateBytes,
-    alike,
-    describe_stages,
-    schedule_of,
-    stage_parts,
-    stages_named,
-    states_of,
-)
+from shardwise.estimate.memory import ActivationBytes, Card, StateBytes, alike, describe_stages, schedule_of, states_of
 from shardwise.lora.inject import inject
 from shardwise.loss.logits import dropped_output
 from shardwise.mesh import Mesh
@@ -40,12 +30,15 @@ from shardwise.parallel.apply import apply_plan
 from shardwise.parallel.build import allocate_meta, build_meta_model, num_positions, read_config
 from shardwise.parameters.registry import registry_of
 from shardwise.plan.decision import Explanation, SplitPlan
+from shardwise.plan.families import PROVED
 from shardwise.plan.options import ParallelSpec, Precision
-from shardwise.proof.counting import counted_layers
+from shardwise.plan.pipeline_plan import PipelinePlan
+from shardwise.proof.counting import LayerCollectives, counted_layers
 from shardwise.runtime.adapter_facts import find_model
 from shardwise.runtime.host_masks import can_take_host_masks, read_host_mask, take_host_masks
 from shardwise.stages.model import Stages
 from shardwise.tiny.inputs import make_batch
+from shardwise.tiny.shrink import keep_layers, layer_kinds, repeating_lengths
 from shardwise.topology.shape import AXES, MeshShape
 
 
@@ -90,22 +83,22 @@ class Rehearsal:
     options: Mapping[str, Any] = field(default_factory=dict)
     adapter: Any = None
 
-    def decide(self) -> tuple[PreTrainedModel, SplitPlan]:
-        """Returns the model on the meta device, not yet split, and its plan. Raises the errors of `load`."""
+    def _build(self) -> PreTrainedModel:
         model = build_meta_model(
             copy.deepcopy(self.source), self.auto_class, dtype=self.dtype, options=dict(self.options)
         )
         if self.adapter is not None:
             inject(model, self.adapter)
-        return model, decide(model, self.shape, self.spec)
+        return model
 
     @contextmanager
-    def open(self, *, rank: int = 0) -> Iterator[PreTrainedModel]:
-        """Context manager that gives a rank's split model in training mode, on fake tensors.
+    def open(self, *, rank: int = 0, plan: SplitPlan | None = None) -> Iterator[PreTrainedModel]:
+        """Context manager that gives a rank's split model in training mode, on fake tensors. `plan`: the decided one.
 
         Raises the errors of `load`, and a `MeshError` if this process already belongs to a distributed job.
         """
-        model, plan = self.decide()
+        model = self._build()
+        plan = plan or decide(model, self.shape, self.spec)
         observe_labels(model)
         # Only the devices themselves have symmetric memory.
         spec = replace(self.spec, fsdp=replace(self.spec.fsdp, symmetric_memory=False))
@@ -123,29 +116,43 @@ class Rehearsal:
         """Dtypes of parameters, computation and gradient reduction; by default all float32."""
         return self.spec.precision or Precision(compute="float32")
 
-    def step_bytes(self, batch: tuple[int, int], num_microbatches: int | None, *, most: int) -> int:
-        """Returns the bytes that the fullest rank needs in a step; only those kept between steps if they exceed `most`.
+    def forecast(
+        self, batch: tuple[int, int] | None, num_microbatches: int | None, *, most: float = math.inf
+    ) -> "Forecast":
+        """Returns what the ranks need in a step, or without a batch between steps.
 
         Args:
             batch: rows and tokens of a microbatch.
+            most: if a rank keeps more bytes than this between steps, no step is run.
         """
-        model, plan = self.decide()
-        frozen = _frozen(model)
-        of_all = [self._states(plan, frozen, coord) for coord in range(plan.shape.pp_size)]
-        if (kept := max(each.total for each in of_all)) > most:
-            return kept
-        if plan.pipeline is None:
-            step = self.run_step(num_rows=batch[0], seq_length=batch[1])
-            return of_all[0].parameters + of_all[0].optimizer + step.peak_bytes
-        steps = self.run_stages(num_rows=batch[0], seq_length=batch[1])
-        held = {number: step.held_bytes for number, step in steps.items()}
+        model = self._build()
+        plan = decide(model, self.shape, self.spec)
+        kinds = (self.precision.params, self.precision.compute, self.precision.reduce)
+        itemsizes = [getattr(torch, each).itemsize for each in kinds]
+        frozen = {fqn for fqn, value in model.named_parameters() if not value.requires_grad}
+        kept = [states_of(plan, coord, itemsize=itemsizes[0], frozen=frozen) for coord in range(self.shape.pp_size)]
+        parts = [{"parameters": each.parameters, "gradients": each.gradients, "AdamW": each.optimizer} for each in kept]
+        found = Forecast(self, batch, num_microbatches, model, plan, kept, parts)
+        if batch is None or max(each.total for each in kept) > most:
+            return found
+        try:
+            if plan.pipeline is None:
+                step = self.run_step(num_rows=batch[0], seq_length=batch[1], plan=plan)
+                parts[0]["gradients"] = step.peak_bytes
+                return replace(found, step=step)
+            stages = self.run_stages(plan, plan.pipeline, batch)
+        except UnsupportedError as error:
+            return replace(found, unknown=error.why or error.summary)
         schedule = schedule_of(plan, num_microbatches)
-        parts = stage_parts(plan, schedule, held, precision=self.precision, frozen=frozen)
-        return max(sum(each.values()) for each in parts)
-
-    def _states(self, plan: SplitPlan, frozen: Collection[str], coord: int = 0) -> StateBytes:
-        itemsize = getattr(torch, self.precision.params).itemsize
-        return states_of(plan, itemsize=itemsize, frozen=frozen, coord=coord)
+        held = schedule.most_held({number: step.held_bytes for number, step in stages.items()})
+        for coord, count in enumerate(schedule.in_flight):
+            if self.shape.data_size > 1:  # FSDP2 shards neither of a stage's until the last microbatch
+                whole = states_of(plan, coord, itemsize=1, frozen=frozen, is_sharded=False)
+                del parts[coord]["gradients"]
+                parts[coord]["unsharded parameters"] = whole.parameters * itemsizes[1]
+                parts[coord]["unsharded gradients"] = whole.gradients * itemsizes[2]
+            parts[coord][f"activations of {counted(count, 'microbatch')}"] = held[coord]
+        return replace(found, stages=stages)
 
     def _eager(self) -> "Rehearsal":
         if self.spec.recompute.mode == "budget":
@@ -156,24 +163,54 @@ class Rehearsal:
             )
         return replace(self, spec=replace(self.spec, compilation=None))
 
-    def run_step(self, *, num_rows: int, seq_length: int) -> "RehearsedStep":
+    def run_step(self, *, num_rows: int, seq_length: int, plan: SplitPlan | None = None) -> "RehearsedStep":
         """Runs one microbatch eagerly on rank 0; returns memory and communication, with those of the gradient phase."""
-        with self._eager().open() as model:
+        with self._eager().open(plan=plan) as model:
             batch = _full_rows(model, num_rows, seq_length)
             with as_data_dependent_error(model):
                 return _run_step(model, batch)
 
-    def run_stages(self, *, num_rows: int, seq_length: int) -> "dict[int, RehearsedStage]":
-        """Runs one microbatch through each pipeline stage, on the stage's first rank: forward, and over tp backward."""
-        found: dict[int, RehearsedStage] = {}
+    def count_step(self, *, num_rows: int, seq_length: int) -> "RehearsedStep":
+        """Like `run_step`, but knows no memory. Where layers repeat, it runs two models of few layers."""
+        is_known = self.spec.plan == "auto" and self.source.model_type in PROVED and self.adapter is None
+        lengths = repeating_lengths(layer_kinds(self.source)) if is_known else None
+        if lengths is None:
+            return self.run_step(num_rows=num_rows, seq_length=seq_length)
+        few, more, times = lengths
+        short = (keep_layers(self.source, num_layers=number) for number in (few, more))
+        a, b = (replace(self, source=each).run_step(num_rows=num_rows, seq_length=seq_length) for each in short)
+        grown = {name: getattr(a, name).extrapolate(getattr(b, name), times) for name in ("tp", "data", "after")}
+        counts = [x + times * (y - x) for x, y in zip(astuple(a.layers), astuple(b.layers), strict=True)]
+        return replace(b, **grown, layers=LayerCollectives(*counts))
+
+    def run_stages(
+        self, plan: SplitPlan, pipeline: PipelinePlan, batch: tuple[int, int]
+    ) -> "dict[int, RehearsedStage]":
+        """Runs one microbatch through each pipeline stage, on the stage's first rank: forward, and over tp backward.
+
+        Of stages that are alike it runs the first.
+        """
+        kinds, found = _stage_kinds(pipeline, self.source), dict[Hashable, RehearsedStage]()
         for coord in range(self.shape.pp_size):
-            with self._eager().open(rank=self.shape.rank(**dict.fromkeys(AXES, 0) | {"pp": coord})) as model:
-                batch = _full_rows(model, num_rows, seq_length)
+            if all(kinds[stage] in found for stage in pipeline.stages_on(coord)):
+                continue
+            rank = self.shape.rank(**dict.fromkeys(AXES, 0) | {"pp": coord})
+            with self._eager().open(rank=rank, plan=plan) as model:
+                rows = _full_rows(model, *batch)
                 stages = registry_of(model).stages
                 assert stages is not None
                 with as_data_dependent_error(model):
-                    found |= {stage: _run_stage(model, stages, stage, batch) for stage in stages.own}
-        return dict(sorted(found.items()))
+                    found |= {kinds[stage]: _run_stage(model, stages, stage, rows) for stage in stages.own}
+        return {stage: found[kind] for stage, kind in enumerate(kinds)}
+
+
+def _stage_kinds(pipeline: PipelinePlan, config: PreTrainedConfig) -> list[Hashable]:
+    """Returns for every stage what is equal for stages that hold and send alike: the kinds of its layers, or itself."""
+    kinds, cuts, last = layer_kinds(config), pipeline.order.cut_tensors, pipeline.num_stages - 1
+    if len(kinds) != len(pipeline.order.calls):
+        return list(range(last + 1))
+    inner = [(each.start, each.stop) for each in map(pipeline.segments, range(1, last))]
+    return [0, *((tuple(kinds[a:b]), cuts[a - 1 : a], cuts[b - 1 : b]) for a, b in inner), last]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +237,7 @@ class RehearsedStep:
         peak_bytes: peak memory besides stored parameters and optimizer states: activations, gradients, the loss, and
             temporary memory of forward, backward, clipping and AdamW.
         after: communication of the gradient phase after the last microbatch, over any axis.
-        layer: number of tp collectives in forward and in backward of one layer; None if no layer with split parts ran.
+        layers: tp collectives in forward and in backward of the layers with split parts.
     """
 
     activations: ActivationBytes
@@ -208,7 +245,36 @@ class RehearsedStep:
     tp: Traffic
     data: Traffic
     after: Traffic
-    layer: tuple[float, float] | None
+    layers: LayerCollectives
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What the ranks need with this batch.
+
+    Attributes:
+        model: on the meta device, not split.
+        kept: for each pp coordinate, what its first rank, which holds most, keeps between steps.
+        parts: for each pp coordinate, the bytes that its first rank needs, by what they are for. Without a pipeline the
+            gradients of a step include its activations and temporary tensors.
+        unknown: why no step could run.
+    """
+
+    rehearsal: Rehearsal
+    batch: tuple[int, int] | None
+    num_microbatches: int | None
+    model: PreTrainedModel
+    plan: SplitPlan
+    kept: list[StateBytes]
+    parts: list[dict[str, int]]
+    step: RehearsedStep | None = None
+    stages: Mapping[int, RehearsedStage] = field(default_factory=dict)
+    unknown: str = ""
+
+    @property
+    def needed(self) -> int:
+        """Bytes that the fullest rank needs."""
+        return max(sum(each.values()) for each in self.parts)
 
 
 @contextmanager
@@ -288,7 +354,7 @@ def _run_step(model: nn.Module, batch: Mapping[str, Any]) -> RehearsedStep:
             clip_grad_norm_(model, 1.0)
             optimizer.step()
     return RehearsedStep(
-        activations=activations, peak_bytes=peak.peak_bytes, tp=tp, data=total - tp, after=after, layer=layers.per_run
+        activations=activations, peak_bytes=peak.peak_bytes, tp=tp, data=total - tp, after=after, layers=layers
     )
 
 
@@ -330,15 +396,23 @@ def describe(
         options=model_options,
         adapter=adapter,
     )
-    model, plan = rehearsal.decide()
-    explain = _explain_step if plan.pipeline is None else _explain_stages
-    found, needed = explain(plan, rehearsal, batch, num_microbatches, frozen=_frozen(model))
-    memory = [_attention(model), *found.memory.splitlines()]
-    if card is not None and needed is None:
-        memory.append(f"fits {card.name}: not known, as what a step holds is not")
-    elif card is not None and needed is not None:
-        memory.append(describe_fit(rehearsal, card, needed, batch=batch, num_microbatches=num_microbatches))
-    return replace(found, memory="\n".join(memory))
+    found = rehearsal.forecast(batch, num_microbatches)
+    memory, stages = [_attention(found.model)], tuple[str, ...]()
+    if found.plan.pipeline is None:
+        memory += _held(found)
+        lines = tuple(_communicated(found))
+    else:
+        held = {number: step.held_bytes for number, step in found.stages.items()}
+        stages = describe_stages(found.plan, schedule_of(found.plan, num_microbatches), found.kept, held)
+        lines = tuple(_sent(found))
+        if held:
+            fullest = max(found.parts, key=lambda parts: sum(parts.values()))
+            parts = ", ".join(f"{name} {sized(size)}" for name, size in fullest.items())
+            who = f"the fullest rank, of pp {found.parts.index(fullest)}: {parts}"
+            memory.append(f"a step needs about {sized(found.needed)} on {who}; without temporary tensors, an estimate")
+    if card is not None:
+        memory.append(describe_fit(card, found))
+    return Explanation(plan=found.plan, collectives=lines, memory="\n".join(memory), stages=stages)
 
 
 def _check_batch(config: PreTrainedConfig, num_rows: int, seq_length: int) -> None:
@@ -350,105 +424,56 @@ def _check_batch(config: PreTrainedConfig, num_rows: int, seq_length: int) -> No
         raise ConfigError(f"a microbatch of {num_tokens:,} tokens on a data rank", fix=fix)
 
 
-def _frozen(model: nn.Module) -> set[str]:
-    return {fqn for fqn, value in model.named_parameters() if not value.requires_grad}
+def _sent(found: Forecast) -> Iterator[str]:
+    """Yields what the stages of a pipeline send, in words."""
+    if found.unknown:
+        yield f"what stages hold between forward and backward is not known: {found.unknown}"
+    steps = found.stages
+    for who, first in alike({number: (step.num_sent, step.sent_bytes) for number, step in steps.items()}):
+        if (number := steps[first].num_sent) > 0:
+            sent = f"sends {counted(number, 'tensor')} of {sized(steps[first].sent_bytes)}, and is sent the gradients"
+            yield f"over pp, a microbatch: {who} {sent}"
+    if found.plan.num_parts > 1:
+        for who, first in alike({number: str(step.tp) for number, step in steps.items()}):
+            yield f"over tp, a microbatch: {who.removesuffix(':')}: {steps[first].tp}"
 
 
-def _explain_stages(
-    plan: SplitPlan,
-    rehearsal: Rehearsal,
-    batch: tuple[int, int] | None,
-    num_microbatches: int | None,
-    *,
-    frozen: Collection[str],
-) -> tuple[Explanation, int | None]:
-    """Returns what each stage of a pipeline holds and sends, and the bytes that the fullest rank needs in a step:
-    without a batch those that it keeps between steps, None if they are not known.
-    """
-    schedule, precision = schedule_of(plan, num_microbatches), rehearsal.precision
-    itemsize, lines, held, memory = getattr(torch, precision.params).itemsize, [], {}, ""
-    needed: int | None = max(rehearsal._states(plan, frozen, coord).total for coord in range(plan.shape.pp_size))
-    if batch is not None:
-        try:
-            steps = rehearsal.run_stages(num_rows=batch[0], seq_length=batch[1])
-        except UnsupportedError as error:
-            lines, needed = (
-                [f"what stages hold between forward and backward is not known: {error.why or error.summary}"],
-                None,
-            )
-        else:
-            held = {number: step.held_bytes for number, step in steps.items()}
-            parts = stage_parts(plan, schedule, held, precision=precision, frozen=frozen)
-            fullest = max(range(len(parts)), key=lambda coord: sum(parts[coord].values()))
-            needed = sum(parts[fullest].values())
-            memory = f"a step needs about {sized(needed)} on the fullest rank, of pp {fullest}: "
-            memory += ", ".join(f"{name} {sized(size)}" for name, size in parts[fullest].items())
-            memory += "; an estimate by parts, without temporary tensors"
-            lines = [*_sent(steps), *(_over_tp(steps) if plan.num_parts > 1 else ())]
-    stages = describe_stages(plan, schedule, itemsize=itemsize, frozen=frozen, activations=held)
-    return Explanation(plan=plan, collectives=tuple(lines), memory=memory, stages=stages), needed
-
-
-def _sent(steps: Mapping[int, RehearsedStage]) -> Iterator[str]:
-    for first, last in alike({number: (step.num_sent, step.sent_bytes) for number, step in steps.items()}):
-        if (step := steps[first]).num_sent:
-            sent = f"sends {counted(step.num_sent, 'tensor')} of {sized(step.sent_bytes)}, and is sent the gradients"
-            yield f"over pp, a microbatch: {stages_named(first, last)} {sent}"
-
-
-def _over_tp(steps: Mapping[int, RehearsedStage]) -> Iterator[str]:
-    for first, last in alike({number: str(step.tp) for number, step in steps.items()}):
-        yield f"over tp, a microbatch: {stages_named(first, last).removesuffix(':')}: {steps[first].tp}"
-
-
-def _explain_step(
-    plan: SplitPlan,
-    rehearsal: Rehearsal,
-    batch: tuple[int, int] | None,
-    num_microbatches: int | None,
-    *,
-    frozen: Collection[str],
-) -> tuple[Explanation, int | None]:
-    """Returns what rank 0 holds and communicates, and the bytes that it needs in a step: without a batch those that it
-    keeps between steps, None if they are not known.
-    """
-    kept = rehearsal._states(plan, frozen)
-    memory = f"a rank keeps {sized(kept.total)} from step to step in {rehearsal.precision.params}: "
-    memory += f"parameters {sized(kept.parameters)}, gradients {sized(kept.gradients)}, AdamW {sized(kept.optimizer)}"
-    if batch is None and (plan.num_parts == 1 or dist.is_initialized()):
-        return Explanation(plan=plan, memory=memory), kept.total
-    if batch is None:
-        rehearsal = replace(rehearsal, shape=MeshShape(tp_size=plan.num_parts))
-    num_rows, seq_length = batch or _FEW_TOKENS
+def _held(found: Forecast) -> Iterator[str]:
+    """Yields what rank 0 holds, in words."""
+    kept, step, dtype = found.kept[0], found.step, found.rehearsal.precision.params
+    parts = f"parameters {sized(kept.parameters)}, gradients {sized(kept.gradients)}, AdamW {sized(kept.optimizer)}"
+    yield f"a rank keeps {sized(kept.total)} from step to step in {dtype}: {parts}"
+    num_rows, seq_length = found.batch or (0, 0)
     middle = f"between forward and backward of {num_rows} x {seq_length:,} tokens"
-    try:
-        step = rehearsal.run_step(num_rows=num_rows, seq_length=seq_length)
-    except UnsupportedError as error:
-        why = error.why or error.summary
-        lines: tuple[str, ...] = (f"cannot be counted: {why}",)
-        if batch is None:
-            return Explanation(plan=plan, collectives=lines, memory=memory), kept.total
-        memory += f"\nwhat it holds {middle} is not known: {why}"
-        return Explanation(plan=plan, collectives=lines, memory=memory), None
-    lines = tuple(_communicated(rehearsal.shape, step, num_rows=num_rows, seq_length=seq_length))
-    if batch is None:
-        return Explanation(plan=plan, collectives=lines, memory=memory), kept.total
-    held, needed = step.activations, kept.parameters + kept.optimizer + step.peak_bytes
-    gathered = f", gathered or cast parameters {sized(held.gathered)}" if held.gathered else ""
-    memory += f"\n{middle} it holds {sized(held.total)} besides: activations {sized(held.activations)}{gathered}"
-    memory += f"\npeak during a step: {sized(needed)} (parameters, AdamW state, and {sized(step.peak_bytes)} of "
-    memory += "gradients, activations and temporary tensors)"
-    return Explanation(plan=plan, collectives=lines, memory=memory), needed
+    if found.unknown:
+        yield f"what it holds {middle} is not known: {found.unknown}"
+    if step is not None:
+        held = step.activations
+        gathered = f", gathered or cast parameters {sized(held.gathered)}" if held.gathered else ""
+        yield f"{middle} it holds {sized(held.total)} besides: activations {sized(held.activations)}{gathered}"
+        rest = f"{sized(step.peak_bytes)} of gradients, activations and temporary tensors"
+        yield f"peak during a step: {sized(found.needed)} (parameters, AdamW state, and {rest})"
 
 
-def _communicated(shape: MeshShape, step: RehearsedStep, *, num_rows: int, seq_length: int) -> Iterator[str]:
+def _communicated(found: Forecast) -> Iterator[str]:
     """Yields what rank 0 communicates, in words."""
-    if shape.tp_size > 1:
+    num_rows, seq_length = found.batch or _FEW_TOKENS
+    rehearsal, step, unknown, tp_size = found.rehearsal, found.step, found.unknown, found.plan.num_parts
+    if found.batch is None and tp_size > 1 and not dist.is_initialized():
+        rehearsal = replace(rehearsal, shape=MeshShape(tp_size=tp_size))
+        try:
+            step = rehearsal.count_step(num_rows=num_rows, seq_length=seq_length)
+        except UnsupportedError as error:
+            unknown = error.why or error.summary
+    if unknown:
+        yield f"cannot be counted: {unknown}"
+    if step is None:
+        return
+    if tp_size > 1:
         yield f"over tp, a microbatch of {num_rows} x {seq_length:,} tokens: {step.tp}"
-        if step.layer is not None:
-            forward, backward = step.layer
-            yield f"of these in a layer: {forward:g} in its forward, {backward:g} in its backward"
-    if shape.data_size > 1:
+        if (per_run := step.layers.per_run) is not None:
+            yield f"of these in a layer: {per_run[0]:g} in its forward, {per_run[1]:g} in its backward"
+    if rehearsal.shape.data_size > 1:
         yield f"over the data axes, a microbatch: {step.data}"
     if step.after.calls:
         yield f"gradient phase, once a step: {step.after}"

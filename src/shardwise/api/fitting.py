@@ -16,42 +16,32 @@ from shardwise.plan.options import Recompute
 from shardwise.topology.shape import SIZE_NAMES
 
 if TYPE_CHECKING:
-    from shardwise.api.describing import Rehearsal
+    from shardwise.api.describing import Forecast, Rehearsal
 
 
-def describe_fit(
-    rehearsal: Rehearsal, card: Card, needed: int, *, batch: tuple[int, int] | None, num_microbatches: int | None
-) -> str:
-    """Returns a line that says whether `needed` bytes fit a card, and if not what would fit.
-
-    Args:
-        batch: rows and tokens of a microbatch; None: `needed` is only what is kept between steps.
-    """
-    taken = f"{sized(needed)} of {sized(card.num_bytes)}"
-    if batch is None:
-        answer = "not known" if needed <= card.num_bytes else "no"
-        return f"fits {card.name}: {answer}, {taken} are kept from step to step; --batch ROWSxTOKENS adds a step"
-    if needed <= card.num_bytes:
-        return f"fits {card.name}: yes, {taken}"
-    remedies = find_remedies(rehearsal, card, batch=batch, num_microbatches=num_microbatches)
-    return f"fits {card.name}: no, {taken}: {remedies}"
+def describe_fit(card: Card, found: Forecast) -> str:
+    """Returns a line that says whether what was found fits a card, and if not what would."""
+    does_fit, taken = found.needed <= card.num_bytes, f"{sized(found.needed)} of {sized(card.num_bytes)}"
+    if found.batch is None or (found.unknown and does_fit):
+        more = "" if found.batch else "; --batch ROWSxTOKENS adds a step"
+        return f"fits {card.name}: {'not known' if does_fit else 'no'}, {taken} are kept from step to step{more}"
+    return f"fits {card.name}: " + (f"yes, {taken}" if does_fit else f"no, {taken}: {find_remedies(card, found)}")
 
 
-def find_remedies(rehearsal: Rehearsal, card: Card, *, batch: tuple[int, int], num_microbatches: int | None) -> str:
+def find_remedies(card: Card, missed: Forecast) -> str:
     """Returns, in words, the single changes with which a step would fit, or else those that fit with recomputation.
     Each one is rehearsed.
     """
     found: list[str] = []
-    bases = [(rehearsal, "")]
-    if rehearsal.spec.recompute != _FULL:
-        recomputed = replace(rehearsal, spec=replace(rehearsal.spec, recompute=_FULL))
-        bases.append((recomputed, "recompute mode full and "))
-    for base, before in bases:
+    rehearsal, batch = missed.rehearsal, missed.batch or (1, 1)
+    recomputed = replace(rehearsal, spec=replace(rehearsal.spec, recompute=_FULL))
+    for base, before in ((rehearsal, ""), (recomputed, "recompute mode full and ")):
         for words, changed, rows in _changes(base, batch) if not found else ():
-            with suppress(ShardwiseError), warnings.catch_warnings():  # the model or schedule may have no such split
+            with suppress(ShardwiseError), warnings.catch_warnings():  # the model or the schedule has no such split
                 warnings.simplefilter("ignore")
-                needed = changed.step_bytes(rows, num_microbatches, most=card.num_bytes)
-                found += [f"{before}{words} ({sized(needed)})"] if needed <= card.num_bytes else []
+                step = changed.forecast(rows, missed.num_microbatches, most=card.num_bytes)
+                if not step.unknown and step.needed <= card.num_bytes:
+                    found.append(f"{before}{words} ({sized(step.needed)})")
     if found:
         return f"it would with {', or '.join(found)}"
     return "recomputation, twice the ranks along an axis, half of the rows or bfloat16 are not enough"

@@ -135,18 +135,12 @@ def find_gpu() -> Card | None:
 
 def check_memory(config: TrainConfig, card: Card) -> list[Problem]:
     """Returns a problem if a step of a run that has no other problems does not fit a card."""
-    tokenizer = load_tokenizer(config)
-    rehearsal = _rehearsal(config, read_model_config(config, tokenizer), adapter_of(config))
-    batch, options = microbatch_of(config, rehearsal.shape), {"num_microbatches": config.num_microbatches}
-    try:
-        needed = rehearsal.step_bytes(batch, config.num_microbatches, most=card.num_bytes)
-    except UnsupportedError as error:
-        logger.warning("whether a step fits %s is not known: %s", card.name, error)
+    rehearsal = _rehearsal(config, read_model_config(config, load_tokenizer(config)), adapter_of(config))
+    found = rehearsal.forecast(microbatch_of(config, rehearsal.shape), config.num_microbatches, most=card.num_bytes)
+    if found.needed <= card.num_bytes:  # or a step is not known, which is no problem elsewhere either
         return []
-    if needed <= card.num_bytes:
-        return []
-    what = f"a step needs {sized(needed)}, and {card.name} are {sized(card.num_bytes)}"
-    return [Problem("batch_size", what, find_remedies(rehearsal, card, batch=batch, **options))]
+    what = f"a step needs {sized(found.needed)}, and {card.name} are {sized(card.num_bytes)}"
+    return [Problem("batch_size", what, find_remedies(card, found))]
 
 
 def _rehearsal(config: TrainConfig, model_config: Any, adapter: Any) -> Rehearsal:

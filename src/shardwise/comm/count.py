@@ -47,6 +47,11 @@ class Traffic:
     def __sub__(self, other: "Traffic") -> "Traffic":
         return Traffic(self.calls - other.calls, self.bytes - other.bytes)
 
+    def extrapolate(self, longer: "Traffic", times: int) -> "Traffic":
+        """Returns this traffic and `times` what `longer` has more."""
+        grown = [(self.calls, longer.calls), (self.bytes, longer.bytes)]
+        return Traffic(*(Counter({key: a[key] + times * (b[key] - a[key]) for key in a | b}) for a, b in grown))
+
     def __str__(self) -> str:
         parts = []
         for operation, count in sorted(self.calls.items()):
