@@ -93,7 +93,7 @@ class Rehearsal:
 
     @contextmanager
     def open(self, *, rank: int = 0, plan: SplitPlan | None = None) -> Iterator[PreTrainedModel]:
-        """Context manager that gives a rank's split model in training mode, on fake tensors. `plan`: the decided one.
+        """Context manager that gives a rank's split model in training mode, on fake tensors; `plan`: if decided before.
 
         Raises the errors of `load`, and a `MeshError` if this process already belongs to a distributed job.
         """
@@ -119,18 +119,15 @@ class Rehearsal:
     def forecast(
         self, batch: tuple[int, int] | None, num_microbatches: int | None, *, most: float = math.inf
     ) -> "Forecast":
-        """Returns what the ranks need in a step, or without a batch between steps.
-
-        Args:
-            batch: rows and tokens of a microbatch.
-            most: if a rank keeps more bytes than this between steps, no step is run.
+        """Returns what the ranks need in a step with microbatches of these rows and tokens. Without a batch, or where a
+        rank keeps more than `most` bytes between steps, no step is run.
         """
         model = self._build()
         plan = decide(model, self.shape, self.spec)
         kinds = (self.precision.params, self.precision.compute, self.precision.reduce)
         itemsizes = [getattr(torch, each).itemsize for each in kinds]
         frozen = {fqn for fqn, value in model.named_parameters() if not value.requires_grad}
-        kept = [states_of(plan, coord, itemsize=itemsizes[0], frozen=frozen) for coord in range(self.shape.pp_size)]
+        kept = [states_of(plan, coord, frozen, itemsize=itemsizes[0]) for coord in range(self.shape.pp_size)]
         parts = [{"parameters": each.parameters, "gradients": each.gradients, "AdamW": each.optimizer} for each in kept]
         found = Forecast(self, batch, num_microbatches, model, plan, kept, parts)
         if batch is None or max(each.total for each in kept) > most:
@@ -147,7 +144,7 @@ class Rehearsal:
         held = schedule.most_held({number: step.held_bytes for number, step in stages.items()})
         for coord, count in enumerate(schedule.in_flight):
             if self.shape.data_size > 1:  # FSDP2 shards neither of a stage's until the last microbatch
-                whole = states_of(plan, coord, itemsize=1, frozen=frozen, is_sharded=False)
+                whole = states_of(plan, coord, frozen, itemsize=1, is_sharded=False)
                 del parts[coord]["gradients"]
                 parts[coord]["unsharded parameters"] = whole.parameters * itemsizes[1]
                 parts[coord]["unsharded gradients"] = whole.gradients * itemsizes[2]
@@ -183,16 +180,16 @@ class Rehearsal:
         counts = [x + times * (y - x) for x, y in zip(astuple(a.layers), astuple(b.layers), strict=True)]
         return replace(b, **grown, layers=LayerCollectives(*counts))
 
-    def run_stages(
-        self, plan: SplitPlan, pipeline: PipelinePlan, batch: tuple[int, int]
-    ) -> "dict[int, RehearsedStage]":
-        """Runs one microbatch through each pipeline stage, on the stage's first rank: forward, and over tp backward.
-
-        Of stages that are alike it runs the first.
-        """
-        kinds, found = _stage_kinds(pipeline, self.source), dict[Hashable, RehearsedStage]()
+    def run_stages(self, plan: SplitPlan, cut: PipelinePlan, batch: tuple[int, int]) -> "dict[int, RehearsedStage]":
+        """Runs one microbatch through the first of alike pipeline stages: forward, and over tp backward."""
+        of_layers, cuts, last = layer_kinds(self.source), cut.order.cut_tensors, cut.num_stages - 1
+        kinds: list[Hashable] = list(range(last + 1))
+        if len(of_layers) == len(cut.order.calls):
+            inner = [(each.start, each.stop) for each in map(cut.segments, range(1, last))]
+            kinds[1:-1] = [(tuple(of_layers[a:b]), cuts[a - 1 : a], cuts[b - 1 : b]) for a, b in inner]
+        found: dict[Hashable, RehearsedStage] = {}
         for coord in range(self.shape.pp_size):
-            if all(kinds[stage] in found for stage in pipeline.stages_on(coord)):
+            if all(kinds[stage] in found for stage in cut.stages_on(coord)):
                 continue
             rank = self.shape.rank(**dict.fromkeys(AXES, 0) | {"pp": coord})
             with self._eager().open(rank=rank, plan=plan) as model:
@@ -202,15 +199,6 @@ class Rehearsal:
                 with as_data_dependent_error(model):
                     found |= {kinds[stage]: _run_stage(model, stages, stage, rows) for stage in stages.own}
         return {stage: found[kind] for stage, kind in enumerate(kinds)}
-
-
-def _stage_kinds(pipeline: PipelinePlan, config: PreTrainedConfig) -> list[Hashable]:
-    """Returns for every stage what is equal for stages that hold and send alike: the kinds of its layers, or itself."""
-    kinds, cuts, last = layer_kinds(config), pipeline.order.cut_tensors, pipeline.num_stages - 1
-    if len(kinds) != len(pipeline.order.calls):
-        return list(range(last + 1))
-    inner = [(each.start, each.stop) for each in map(pipeline.segments, range(1, last))]
-    return [0, *((tuple(kinds[a:b]), cuts[a - 1 : a], cuts[b - 1 : b]) for a, b in inner), last]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,13 +238,10 @@ class RehearsedStep:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What the ranks need with this batch.
+    """What the first rank of every pp coordinate, which holds most, keeps between steps and needs in one.
 
     Attributes:
-        model: on the meta device, not split.
-        kept: for each pp coordinate, what its first rank, which holds most, keeps between steps.
-        parts: for each pp coordinate, the bytes that its first rank needs, by what they are for. Without a pipeline the
-            gradients of a step include its activations and temporary tensors.
+        parts: needed bytes by what they are for; without a pipeline "gradients" includes activations and the rest.
         unknown: why no step could run.
     """
 
@@ -273,7 +258,7 @@ class Forecast:
 
     @property
     def needed(self) -> int:
-        """Bytes that the fullest rank needs."""
+        """Bytes of the fullest rank."""
         return max(sum(each.values()) for each in self.parts)
 
 
@@ -443,8 +428,7 @@ def _held(found: Forecast) -> Iterator[str]:
     kept, step, dtype = found.kept[0], found.step, found.rehearsal.precision.params
     parts = f"parameters {sized(kept.parameters)}, gradients {sized(kept.gradients)}, AdamW {sized(kept.optimizer)}"
     yield f"a rank keeps {sized(kept.total)} from step to step in {dtype}: {parts}"
-    num_rows, seq_length = found.batch or (0, 0)
-    middle = f"between forward and backward of {num_rows} x {seq_length:,} tokens"
+    middle = "between forward and backward of {} x {:,} tokens".format(*found.batch or (0, 0))
     if found.unknown:
         yield f"what it holds {middle} is not known: {found.unknown}"
     if step is not None:

@@ -29,12 +29,10 @@ def describe_fit(card: Card, found: Forecast) -> str:
 
 
 def find_remedies(card: Card, missed: Forecast) -> str:
-    """Returns, in words, the single changes with which a step would fit, or else those that fit with recomputation.
-    Each one is rehearsed.
-    """
+    """Returns, in words, the rehearsed changes with which a step would fit: single ones, or else with recomputation."""
     found: list[str] = []
     rehearsal, batch = missed.rehearsal, missed.batch or (1, 1)
-    recomputed = replace(rehearsal, spec=replace(rehearsal.spec, recompute=_FULL))
+    recomputed = replace(rehearsal, spec=replace(rehearsal.spec, recompute=Recompute(mode="full")))
     for base, before in ((rehearsal, ""), (recomputed, "recompute mode full and ")):
         for words, changed, rows in _changes(base, batch) if not found else ():
             with suppress(ShardwiseError), warnings.catch_warnings():  # the model or the schedule has no such split
@@ -47,13 +45,10 @@ def find_remedies(card: Card, missed: Forecast) -> str:
     return "recomputation, twice the ranks along an axis, half of the rows or bfloat16 are not enough"
 
 
-_FULL = Recompute(mode="full")
-
-
 def _changes(rehearsal: Rehearsal, batch: tuple[int, int]) -> Iterator[tuple[str, Rehearsal, tuple[int, int]]]:
     spec, shape = rehearsal.spec, rehearsal.shape
-    if spec.recompute != _FULL:
-        yield "recompute mode full", replace(rehearsal, spec=replace(spec, recompute=_FULL)), batch
+    if spec.recompute.mode != "full":
+        yield "recompute mode full", replace(rehearsal, spec=replace(spec, recompute=Recompute(mode="full"))), batch
     for axis in ("fsdp", "tp", "pp"):
         larger = replace(shape, **{SIZE_NAMES[axis]: 2 * shape.size(axis)})
         yield f"layout {larger}", replace(rehearsal, shape=larger), batch

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.cli.config_file import Problems, parse_config
-from shardwise.cli.plan import CARD_HELP, read_card
+from shardwise.cli.plan import read_card
 from shardwise.errors import counted
 from shardwise.topology.shape import MeshShape, describe_crossing
 from shardwise.train.run_config import Problem, TrainConfig
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", type=int, metavar="N", help="number of ranks the run will have (default: what the layout needs)"
     )
-    parser.add_argument("--card", metavar="SIZE", help=CARD_HELP)
+    parser.add_argument("--card", metavar="SIZE", help="say whether a step fits this much memory, such as 80GB")
     parser.add_argument(
         "--ranks-per-machine", type=int, default=8, metavar="N", help="number of ranks per machine (default: 8)"
     )

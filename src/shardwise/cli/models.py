@@ -11,7 +11,7 @@ from shardwise.api.building import load_by_spec
 from shardwise.api.describing import Rehearsal
 from shardwise.api.fitting import find_remedies
 from shardwise.checkpoint.export import export_bytes
-from shardwise.checkpoint.manifest import StoredParts
+from shardwise.checkpoint.stored import StoredParts
 from shardwise.cli.config_file import Problems, config_error
 from shardwise.cli.data import build_encoder, check_records, load_tokenizer
 from shardwise.cli.inputs import adapter_of, check_place, compilation_of, find_optimizer
@@ -119,18 +119,14 @@ def check_model(config: TrainConfig) -> list[Problem]:
 
 
 def microbatch_of(config: TrainConfig, shape: MeshShape) -> tuple[int, int]:
-    """Returns the rows and tokens of a microbatch of a run on one data rank; at least one row, as another layout may
-    need more of them.
-    """
+    """Returns the rows and tokens of a microbatch on one data rank; one row where another layout needs more of them."""
     return max(1, config.batch_size // (shape.data_size * config.num_microbatches)), config.data.seq_length
 
 
 def find_gpu() -> Card | None:
     """Returns the memory of the first visible GPU; None without one."""
-    if not torch.cuda.is_available():
-        return None
-    properties = torch.cuda.get_device_properties(0)
-    return Card(properties.name, properties.total_memory)
+    properties = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    return None if properties is None else Card(properties.name, properties.total_memory)
 
 
 def check_memory(config: TrainConfig, card: Card) -> list[Problem]:

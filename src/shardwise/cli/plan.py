@@ -31,9 +31,6 @@ replicated and why. Reads the model's configuration, not its weights.
 """
 
 
-CARD_HELP = "say whether a step fits a device with this memory, such as 80GB (10^9 bytes each) or 79.1GiB"
-
-
 def add_target(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that `find_target` reads."""
     parser.add_argument(
@@ -51,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `shardwise plan`."""
     add_target(parser)
     parser.add_argument("--batch", metavar="ROWSxTOKENS", help="size of one microbatch on a data rank, such as 2x4096")
-    parser.add_argument("--card", metavar="SIZE", help=CARD_HELP)
+    parser.add_argument("--card", metavar="SIZE", help="say whether a step fits this memory, such as 80GB")
     parser.add_argument("--compute", metavar="DTYPE", help="dtype of forward and backward, such as bfloat16")
     parser.add_argument("--recompute", metavar="MODE", help="none, full, attention, selective or alternate")
     parser.add_argument(
@@ -120,34 +117,37 @@ def _draw_step(file: Path, shape: MeshShape, spec: ParallelSpec, num_microbatche
     print(f"\n{describe_schedule(drawn)}")
 
 
-def find_target(arguments: argparse.Namespace) -> tuple[Any, MeshShape, ParallelSpec, TrainConfig | None]:
-    """Returns the target of `plan` and `verify`: the model (a directory, a hub id or a transformers config), the
-    layout, the other options, and the run if its file was named. Options of the command line override the file's.
-    """
-    model, layout, spec, config = str(arguments.model), arguments.layout, ParallelSpec(), None
+def read_target(arguments: argparse.Namespace) -> tuple[MeshShape, TrainConfig | None]:
+    """Returns the layout of `find_target`, and the run. Imports no torch, which wrong arguments need not wait for."""
+    model, layout, config = str(arguments.model), arguments.layout, None
     if Path(model).suffix in (".yaml", ".yml"):
         config = read_config(Path(model), arguments.overrides)
         layout = layout or config.layout
     elif arguments.overrides:
-        raise ConfigError(
-            f"{arguments.overrides[0]} after {model}",
-            why="key=value changes a key of a run, and this is not the YAML file of a run",
-            fix=f"use an option, such as --layout tp2, or `shardwise {arguments.command} run.yaml key=value`",
-        )
+        why = "key=value changes a key of a run, and this is not the YAML file of a run"
+        raise ConfigError(f"{arguments.overrides[0]} after {model}", why=why, fix="use an option, such as --layout tp2")
     if layout is None:
         raise ConfigError("no layout is given", fix="add one, such as --layout tp2")
-    shape = MeshShape.parse(layout)
+    return MeshShape.parse(layout), config
+
+
+def find_target(arguments: argparse.Namespace) -> tuple[Any, MeshShape, ParallelSpec, TrainConfig | None]:
+    """Returns the target of `plan` and `verify`: the model (a directory, a hub id or a transformers config), the
+    layout, the other options, and the run if its file was named. Options of the command line override the file's.
+    """
+    shape, config = read_target(arguments)
     from shardwise.cli.data import load_tokenizer
     from shardwise.cli.models import read_model_config, spec_of  # torch and transformers are slow to import
     from shardwise.parallel.build import read_config as read_config_values
 
-    source: Any = model
+    source: Any = str(arguments.model)
+    spec = ParallelSpec()
     if config is not None:
         source, spec = config.model.path, spec_of(config)
         if source is None:
             source = read_model_config(config, load_tokenizer(config))
-    elif Path(model).suffix == ".json":
-        source = read_config_values(model, {})[0]
+    elif Path(source).suffix == ".json":
+        source = read_config_values(source, {})[0]
     if arguments.sequence_parallel:
         spec = replace(spec, sequence_parallel=True)
     return source, shape, spec, config

@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from shardwise.cli.plan import add_target, find_target
+from shardwise.cli.plan import add_target, find_target, read_target
 from shardwise.ranks.rank import warm
 
 HELP = """\
@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
+    read_target(arguments)  # errors first
     warm()  # the ranks' imports run beside ours
     model, shape, spec, config = find_target(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import Pipeline
 from shardwise.schedule.schedule import Schedule
 from shardwise.schedule.timeline import timeline
+from shardwise.sharding.boxes import shape_of
 from shardwise.sharding.layout import Layout
 from shardwise.topology.shape import DATA_AXES
 
@@ -61,7 +61,7 @@ def state_bytes(
     """
 
     def held(given: Iterable[Layout]) -> int:
-        return sum(number * layout.num_held(coords) for layout, number in Counter(given).items()) * itemsize
+        return sum(math.prod(shape_of(piece.local)) for layout in given for piece in layout.pieces(coords)) * itemsize
 
     trained = held(layouts)
     return StateBytes(parameters=trained + held(frozen), gradients=trained, optimizer=2 * trained)
@@ -76,14 +76,9 @@ class Card:
 
 
 def states_of(
-    plan: SplitPlan, coord: int, *, itemsize: int, frozen: Collection[str] = (), is_sharded: bool = True
+    plan: SplitPlan, coord: int, frozen: Collection[str], *, itemsize: int, is_sharded: bool = True
 ) -> StateBytes:
-    """Returns what the first rank at a pp coordinate, which holds most, keeps between steps.
-
-    Args:
-        frozen: names of the frozen parameters.
-        is_sharded: False: if the data axes sharded nothing.
-    """
+    """Returns what the first rank at a pp coordinate keeps between steps; or would if the data axes sharded nothing."""
     layouts: dict[bool, list[Layout]] = {True: [], False: []}
     for name, planned in plan.parameters.items():
         steps = [each for each in planned.layout.steps if is_sharded or not {*each.axes} & {*DATA_AXES}]

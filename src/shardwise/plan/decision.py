@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +10,7 @@ from shardwise.plan.regions import Region, SequencePlan
 from shardwise.plan.rule import ParameterRule
 from shardwise.plan.spec import star_numbers
 from shardwise.plan.structure import Heads, LayerStack, Shape
+from shardwise.sharding.boxes import shape_of
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.placement import Placement, Replicate, Split
 from shardwise.topology.shape import MeshShape
@@ -236,8 +236,8 @@ class Explanation:
             kept = "sharded over fsdp: parameters are gathered, and gradients reduce-scattered, block by block"
             lines += [kept, ""]
         total = sum(math.prod(each.shape) for each in parameters)
-        layouts = Counter(each.layout for each in parameters)
-        held = sum(number * layout.num_held(shape.coords(0)) for layout, number in layouts.items()) / max(1, total)
+        pieces = (piece for each in parameters for piece in each.layout.pieces(shape.coords(0)))
+        held = sum(math.prod(shape_of(piece.local)) for piece in pieces) / max(1, total)
         over = " over tp" if shape.data_size > 1 else ""
         who = "each rank" if shape.pp_size == 1 else "a rank of pp 0"
         split = f"{split_share(parameters):.1%} of all parameters are split{over}"

@@ -137,10 +137,6 @@ class Layout:
             raise LayoutError(f"no local tensor at {dict(coords)}", at=f"layout {self}", why="other ranks hold it")
         return tuple(dim.extent for dim in self._dims(coords, owned=False))
 
-    def num_held(self, coords: Mapping[str, int]) -> int:
-        """Returns the number of elements of the local tensor at `coords`; 0 without one."""
-        return sum(volume(piece.local) for piece in self.pieces(coords))
-
     def pieces(self, coords: Mapping[str, int]) -> tuple[Piece, ...]:
         """Returns the pieces that the rank at `coords` holds, in local row-major order."""
         return _pieces(self._dims(coords, owned=False)) if self.is_held(coords) else ()
