@@ -97,7 +97,7 @@ demo: $(READY)
 	$(PY) examples/demo.py
 
 bench: $(READY)
-	for file in bench/tp.py bench/fsdp.py bench/load.py bench/checkpoint.py bench/pipeline.py bench/scale.py; do echo "== $$file"; $(PY) "$$file"; done
+	for file in bench/tp.py bench/fsdp.py bench/load.py bench/checkpoint.py bench/pipeline.py bench/scale.py bench/start.py; do echo "== $$file"; $(PY) "$$file"; done
 
 drill: $(READY)
 	SHARDWISE_DRILL=1 $(PY) -m pytest -q tests/checkpoint tests/cli/test_kills.py tests/pipeline/drill_pipelines.py

@@ -28,7 +28,8 @@ from rich.table import Table
 from sidebyside.report import describe_machine, mark, write_json
 
 from shardwise.api.prepare import decide
-from shardwise.checkpoint.manifest import INDEX, FileFacts, Manifest, StoredParts, read_index
+from shardwise.checkpoint.manifest import INDEX, FileFacts, Manifest, read_index
+from shardwise.checkpoint.stored import StoredParts
 from shardwise.checkpoint.writer import RankReport, write_reported_index
 from shardwise.data.ahead import PackedBatches
 from shardwise.data.documents import Document, read_documents, write_documents

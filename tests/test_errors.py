@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from shardwise import errors
-from shardwise.errors import PlanError, ShardwiseError, counted, did_you_mean
+from shardwise.errors import PlanError, ShardwiseError, counted, did_you_mean, sized
 
 pytestmark = pytest.mark.pure
 
@@ -28,7 +28,7 @@ def test_all_names_every_class_and_the_docstring_draws_each():
         name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == errors.__name__
     }
     assert classes == {"ShardwiseError", *KIN}
-    assert set(errors.__all__) == {*classes, "counted", "did_you_mean", "one_line"}
+    assert set(errors.__all__) == {*classes, "counted", "did_you_mean", "one_line", "sized"}
     for name, kin in KIN.items():
         drawn = [line.split() for line in errors.__doc__.splitlines() if name in line]
         assert drawn[0][1:3] == [name, f"({kin.__name__})"]
@@ -62,3 +62,8 @@ def test_did_you_mean():
 def test_numbers_are_counted_as_they_are_read():
     found = [counted(1, "rank"), counted(0, "rank"), counted(2, "batch"), counted(1000, "process")]
     assert found == ["1 rank", "0 ranks", "2 batches", "1,000 processes"]
+
+
+def test_sizes_read_well_at_any_scale():
+    found = [sized(each) for each in (0, 362_388_275, 2**30 - 10**6, 2**30, 30_570_499_276)]
+    assert found == ["0.0 MiB", "345.6 MiB", "1,023.0 MiB", "1.00 GiB", "28.47 GiB"]

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Wav2Vec2Config, Wav2Vec2
 import shardwise
 from shardwise.api.building import load_by_spec
 from shardwise.checkpoint.load import open_on_all_ranks
-from shardwise.checkpoint.manifest import encode_tree
+from shardwise.checkpoint.stored import encode_tree
 from shardwise.errors import UnsupportedError
 from shardwise.parameters.registry import registry_of
 from shardwise.plan.options import ParallelSpec

@@ -38,6 +38,7 @@ __all__ = [
     "counted",
     "did_you_mean",
     "one_line",
+    "sized",
 ]
 
 _CONTINUATION = "\n" + " " * len("  why: ")
@@ -111,6 +112,11 @@ class RankError(ShardwiseError, RuntimeError):
 def counted(number: int, noun: str) -> str:
     """Returns a number with its noun: `"1 rank"`, `"2 ranks"`, `"1,000 batches"`."""
     return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith(('ch', 's', 'x')) else 's'}"
+
+
+def sized(num_bytes: int) -> str:
+    """Returns a number of bytes in words: `"345.6 MiB"`, from 1 GiB on `"1.23 GiB"`."""
+    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:

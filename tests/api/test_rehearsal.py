@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from peft import LoraConfig
 
 import shardwise
 from shardwise import FsdpPolicy, Precision, Recompute
+from shardwise.api import describing
 from shardwise.api.describing import Rehearsal, describe
 from shardwise.comm.count import CommunicationCount
 from shardwise.errors import MeshError
@@ -202,6 +205,58 @@ def test_frozen_parameters_are_not_looked_at_over_fsdp():
     adapter = LoraConfig(target_modules=["q_proj"])
     found = describe(tiny_model("llama").config, "fsdp2", batch=(ROWS, LENGTH), adapter=adapter)
     assert "peak during a step: " in found.memory
+
+
+def peak_of_stages(layout, sizes):
+    """The peak of this rank in a step of a pipeline, and its pp coordinate."""
+    with shardwise.Mesh.open(layout) as mesh:
+        model = shardwise.load(transformers.LlamaConfig(**sizes), mesh).train()
+        optimizer = shardwise.build_optimizer(model, torch.optim.AdamW, lr=1e-3)
+        step, ids = shardwise.TrainStep(model, mesh, num_microbatches=4), torch.arange(8 * LENGTH).view(8, LENGTH)
+        for count in (nullcontext(), PeakCount(model)):
+            with count:
+                step({"input_ids": ids, "labels": ids})
+                optimizer.step()
+                optimizer.zero_grad()
+        kept = sum(each.to_local().nbytes for each in model.parameters())
+        return 3 * kept + count.peak_bytes, mesh.coord("pp")
+
+
+@pytest.mark.spawn
+def test_a_step_of_a_pipeline_needs_about_what_is_said():
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6}
+    sizes["num_attention_heads"] = 4
+    fullest, coord = max(spawn(peak_of_stages, 4, "pp2.fsdp2", sizes))
+    found = describe(transformers.LlamaConfig(**sizes), "pp2.fsdp2", batch=(2, LENGTH), num_microbatches=4).memory
+    told, of = re.search(r"a step needs about ([\d.]+) MiB on the fullest rank, of pp (\d)", found).groups()
+    assert int(of) == coord and float(told) * 2**20 == pytest.approx(fullest, rel=0.1)
+
+
+@pytest.mark.single
+@pytest.mark.parametrize(("family", "lengths"), [("llama", [1, 2]), ("gemma2", [3, 5]), ("deepseek_v3", [2, 3])])
+def test_layers_that_repeat_are_counted_and_not_run(monkeypatch, family, lengths):
+    config = tiny_model(family).config
+    config = type(config)(**{**config.to_dict(), "layer_types": None, "num_hidden_layers": 9})
+    spec = ParallelSpec(sequence_parallel=family != "deepseek_v3")
+    ran, real = [], describing._run_step
+    count = lambda model, batch: ran.append(model.config.num_hidden_layers) or real(model, batch)  # noqa: E731
+    monkeypatch.setattr(describing, "_run_step", count)
+    short = str(describe(config, "fsdp2.tp2", **vars(spec)))
+    monkeypatch.setattr(describing, "repeating_lengths", lambda kinds: None)
+    assert short == str(describe(config, "fsdp2.tp2", **vars(spec)))
+    assert ran == [*lengths, 9] and "over tp, a microbatch of 1 x 16 tokens: " in short
+
+
+@pytest.mark.single
+def test_of_stages_that_are_alike_one_runs(monkeypatch):
+    config = tiny_model("llama", num_hidden_layers=6).config
+    ran, real = [], describing._run_stage
+    monkeypatch.setattr(describing, "_run_stage", lambda *given: ran.append(given[2]) or real(*given))
+    short = str(describe(config, "pp6.tp2", batch=(2, 16)))
+    assert ran == [0, 1, 5]
+    monkeypatch.setattr(describing, "layer_kinds", lambda config: [])
+    assert short == str(describe(config, "pp6.tp2", batch=(2, 16)))
+    assert ran[3:] == list(range(6))
 
 
 COUNTED = {

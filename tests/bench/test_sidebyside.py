@@ -79,3 +79,9 @@ def test_contenders_on_one_card_are_rows_whatever_becomes_of_them(run):
     for part in ("loss", "lora"):
         losses = [row["loss"] for row in rows if row["part"] == part and row["state"] == "ok"]
         assert len(losses) >= 2 and max(losses) - min(losses) < (1e-4 if part == "loss" else 1.0)
+
+
+def test_starts_are_compared_with_an_import(run):
+    found = run("start")
+    assert {"inspect", "check", "plan", "train, one step, tp2", "verify tp2"} <= found["verbs"].keys()
+    assert all(seen[kind]["median"] > 0 for seen in found["verbs"].values() for kind in ("time", "busy"))

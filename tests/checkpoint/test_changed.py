@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.checkpoint.manifest import open_checkpoint
 from shardwise.checkpoint.store import find_tag
+from shardwise.checkpoint.stored import open_checkpoint
 from shardwise.errors import LayoutError, LoadError
 from shardwise.parameters.registry import local_part
 from shardwise.plan.options import FsdpPolicy, Precision

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import shardwise
-from shardwise.checkpoint.manifest import StoredParts
+from shardwise.checkpoint.stored import StoredParts
 from shardwise.cli.main import main
 from shardwise.weights.lazy import LazyTensor
 from shardwise.weights.write import PlannedShards

@@ -12,10 +12,12 @@ import transformers
 import yaml
 
 from shardwise.api.describing import Rehearsal
+from shardwise.cli import models
 from shardwise.cli.data import read_tokenizer
 from shardwise.cli.inputs import check_place
 from shardwise.cli.main import main
 from shardwise.errors import LoadError
+from shardwise.estimate.memory import Card
 from tests.cli.test_train import MODEL, make_tokenizer
 
 pytestmark = pytest.mark.single
@@ -225,6 +227,63 @@ def test_the_plan_is_printed_for_a_run_a_config_and_a_directory(run, tmp_path, c
     assert "cannot read the model config" in capsys.readouterr().err
     assert main(["plan", "./nowhere", "--layout", "tp2"]) == 1
     assert "nothing can be loaded from './nowhere'" in capsys.readouterr().err
+
+
+def test_a_plan_takes_overrides_of_a_run(run, tmp_path, capsys):
+    assert main(["plan", run, "layout=tp1", "data.seq_length=16", "--compute", "float32", "batch_size=3"]) == 0
+    assert "between forward and backward of 3 x 16 tokens it holds" in (out := capsys.readouterr().out)
+    assert "plan for tp1" in out
+    assert main(["plan", run, "stps=5"]) == 1
+    assert "stps: unknown key (did you mean 'steps'?)" in capsys.readouterr().err
+    assert main(["plan", str(tmp_path), "layout=tp4"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: layout=tp4 after {tmp_path}\n  why: key=value changes a key of a run")
+    assert "--layout tp2" in err
+
+
+def test_like_stages_are_one_line_and_sizes_are_readable(tmp_path, capsys):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**MODEL, "vocab_size": 64, "num_hidden_layers": 5}))
+    assert main(["plan", str(config), "--layout", "pp5.fsdp2.tp2", "--batch", "2x16", "--card", "80GB"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"pp 1-3: stages 1-3, each: 1 layer, model.layers.1 to model.layers.3; .* up to 2-4 micro", out)
+    assert out.count("holds activations of up to") == 3
+    assert "over pp, a microbatch: stages 0-3, each: sends 1 tensor of" in out
+    assert "over tp, a microbatch: stages 1-3, each: 1 all-gather" in out
+    of_step = r"a step needs about .* of pp 0: parameters .*, unsharded gradients .*, activations of 5 microbatches "
+    assert re.search(of_step, out) and "fits 80 GB: yes, " in out
+    config.write_text(json.dumps({**MODEL, "vocab_size": 2**24, "hidden_size": 256, "num_attention_heads": 4}))
+    assert main(["plan", str(config), "--layout", "tp2"]) == 0
+    assert "from step to step in float32: parameters 16.00 GiB, gradients 16.00 GiB" in capsys.readouterr().out
+
+
+def test_a_card_that_is_too_small_is_told_with_what_would_fit(run, tmp_path, capsys, monkeypatch):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**MODEL, "vocab_size": 64}))
+    words = ["plan", str(config), "--card", "0.0006GiB", "--layout"]
+    assert main([*words, "tp1", "--batch", "4x32"]) == 0
+    answer = capsys.readouterr().out.splitlines()[-1]
+    assert answer.startswith("fits 0.0006 GiB: no, ") and " of 0.6 MiB: it would with recompute mode full (" in answer
+    layouts = re.findall(r"layout (\S+) \(", answer)
+    assert layouts and ("microbatches of 2 x 32 tokens" in answer) and "layout tp2" in answer
+    for layout in layouts:
+        assert main([*words, layout, "--batch", "4x32"]) == 0
+        assert "fits 0.0006 GiB: yes, " in capsys.readouterr().out
+    assert main([*words, "tp1", "--batch", "128x32"]) == 0
+    assert "half of the rows or bfloat16 are not enough" in capsys.readouterr().out
+    assert main([*words, "tp1"]) == 0
+    assert "are kept from step to step; --batch" in capsys.readouterr().out
+    assert main(["plan", str(config), "--layout", "tp1", "--card", "80"]) == 1
+    assert "cannot read --card 80\n  fix: write its memory, such as 80GB" in capsys.readouterr().err
+    monkeypatch.setattr(models, "find_gpu", lambda: Card("the card that is there", 2**33))
+    assert main(["plan", str(config), "--layout", "tp1", "--batch", "4x32"]) == 0
+    assert "fits the card that is there: yes, " in capsys.readouterr().out
+    assert main(["check", run, "--card", "24GB"]) == 0
+    capsys.readouterr()
+    assert main(["check", run, "--card", "0.0003GB", "layout=pp2", "num_microbatches=2"]) == 1
+    out = capsys.readouterr().out
+    assert "1. batch_size: a step needs 0." in out and "0.0003 GB are 0.3 MiB" in out
+    assert "; it would with recompute mode full and " in out
 
 
 def test_a_place_is_checked_and_not_created(tmp_path):

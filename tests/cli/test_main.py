@@ -7,15 +7,18 @@ import json
 import signal
 import subprocess
 import sys
+import zlib
 
 import pytest
 
 import shardwise
+from shardwise.checkpoint.manifest import FileFacts, Manifest, write_manifest
 from shardwise.cli.main import COMMANDS, main
 from shardwise.cli.plan import _check_timeline, _draw_step
 from shardwise.errors import ConfigError, RankError
 from shardwise.plan.options import ParallelSpec
 from shardwise.topology.shape import MeshShape
+from shardwise.versions import SUPPORTED
 
 pytestmark = pytest.mark.single
 
@@ -52,7 +55,10 @@ def test_train_help_explains_the_keys(capsys):
 def test_version(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
-    assert caught.value.code == 0 and shardwise.__version__ in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert caught.value.code == 0 and lines[0] == f"shardwise {shardwise.__version__}"
+    assert lines[1] == f"torch {importlib.metadata.version('torch')} (tested: {SUPPORTED['torch']})"
+    assert lines[2].startswith(f"transformers {importlib.metadata.version('transformers')} (tested: ")
 
 
 def test_misspelt_commands_and_options_get_a_suggestion(capsys):
@@ -95,6 +101,42 @@ def test_the_command_starts_without_torch():
     code = "import sys, shardwise.cli.main; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("--help", 0, "examples:"),
+        ("--version", 0, "transformers "),
+        ("train --help", 0, "optimizer.schedule.warmup_steps"),
+        ("verify --help", 0, "shardwise verify run.yaml"),
+        ("plan nowhere --layout tq2", 1, "unknown axis 'tq'"),
+        ("verify nowhere --layout tq2", 1, "unknown axis 'tq'"),
+        ("plan nowhere layout=tp2", 1, "not the YAML file of a run"),
+        ("plan nowhere --layout tp2 --card 80", 1, "cannot read --card"),
+        ("plan run.yaml", 1, "did you mean 'steps'?"),
+        ("verify run.yaml", 1, "did you mean 'steps'?"),
+        ("train run.yaml", 1, "did you mean 'steps'?"),
+        ("check nowhere.yaml", 1, "cannot read the configuration file"),
+        ("inspect nowhere", 1, "cannot look into"),
+        ("inspect . --tensors", 0, "model/weight  [2] float32, 1 part"),
+    ],
+)
+def test_what_needs_no_model_imports_no_torch(tmp_path, words, code, said):
+    (tmp_path / "run.yaml").write_text("{model: {path: x}, data: {path: x}, stps: 1}")
+    facts = {"dtype": "float32", "shape": [2], "layout": 0, "parts": [[0, 0, [[0, 2]]]]}
+    layouts = [{"shape": [2], "steps": []}]
+    index = {"files": ["a"], "tied": {}, "optimizer": None, "values": {}, "layouts": layouts}
+    (tmp_path / "tensors.json").write_text(text := json.dumps({**index, "tensors": {"model/weight": facts}}))
+    written = {"tensors.json": FileFacts(len(text), zlib.crc32(text.encode()))}
+    about = {"number": 1, "tag": "step-1", "step": 1, "content": "all", "layout": "tp1", "model": "Linear"}
+    write_manifest(tmp_path, Manifest(**about, time=0.0, versions={}, files=written))
+    run = "import sys; from shardwise.cli.main import main\ntry: code = main(sys.argv[1:])\n"
+    run += "except SystemExit as ended: code = ended.code\nprint(code, [m for m in ('torch',) if m in sys.modules])"
+    found = subprocess.run(
+        [sys.executable, "-c", run, *words.split()], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.splitlines()[-1] == f"{code} []" and said in found.stdout + found.stderr
 
 
 def test_the_doctor_finds_this_machine_well():

@@ -39,7 +39,7 @@ def test_a_layout_that_does_not_fit_is_refused_before_ranks_start(config, capsys
     assert "over tp=64" in capsys.readouterr().err
 
 
-def test_a_wrong_split_fails(config, capsys, monkeypatch):
+def test_a_wrong_split_fails(config, tmp_path, capsys, monkeypatch):
     seen = []
 
     class Report:
@@ -56,6 +56,10 @@ def test_a_wrong_split_fails(config, capsys, monkeypatch):
     assert main(["verify", config, "--layout", "tp2"]) == 1
     assert "the table" in capsys.readouterr().out
     assert seen[0].layout == "tp2" and seen[0].plan == "auto" and seen[0].model.model_type == "llama"
+    run = tmp_path / "run.yaml"
+    run.write_text(json.dumps({"model": {"path": str(tmp_path)}, "data": {"path": str(tmp_path)}}))
+    assert main(["verify", str(run), "layout=pp2", "--sequence-parallel", "num_microbatches=4"]) == 1
+    assert (seen[1].layout, seen[1].num_microbatches) == ("pp2", 4)
 
 
 LLAMA = tiny_model("llama").config

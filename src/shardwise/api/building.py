@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from shardwise.api.checkpoints import fill_model, holds_all
 from shardwise.api.prepare import check_options, fingerprint, prepare
 from shardwise.api.sources import SAME_FILES, WeightSource, build_meta
-from shardwise.checkpoint.manifest import StoredParts
+from shardwise.checkpoint.stored import StoredParts
 from shardwise.comm.agree import agree_on
 from shardwise.errors import LoadError
 from shardwise.lora.files import load_adapter_weights

@@ -13,8 +13,8 @@ from shardwise.checkpoint.background import PendingSave, finish_all_saves, join_
 from shardwise.checkpoint.collect import by_name
 from shardwise.checkpoint.export import ExportSelection, tokenizer_at, write_pretrained
 from shardwise.checkpoint.load import LoadTarget, check_same_target, load_into, open_on_all_ranks
-from shardwise.checkpoint.manifest import StoredParts
 from shardwise.checkpoint.store import check_tag, root_of
+from shardwise.checkpoint.stored import StoredParts
 from shardwise.checkpoint.writer import SaveRequest, prepare_save
 from shardwise.comm.agree import check_calls, raise_on_all_ranks
 from shardwise.errors import ConfigError, did_you_mean

@@ -14,8 +14,9 @@ from shardwise.api.checkpoints import export_pretrained, load_checkpoint
 from shardwise.api.prepare import decide
 from shardwise.checkpoint.collect import model_key
 from shardwise.checkpoint.export import tokenizer_at
-from shardwise.checkpoint.manifest import MANIFEST, StoredParts, open_checkpoint
+from shardwise.checkpoint.manifest import MANIFEST
 from shardwise.checkpoint.store import find_tag
+from shardwise.checkpoint.stored import StoredParts, open_checkpoint
 from shardwise.errors import LoadError, UnsupportedError
 from shardwise.lora.files import stored_names, write_adapter_files
 from shardwise.lora.inject import inject, read_adapter_config

@@ -3,9 +3,9 @@
 import copy
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from shardwise.api.fitting import describe_fit
 from shardwise.api.prepare import decide, observe_labels, open_subgroups
 from shardwise.comm.count import CommunicationCount, Traffic
-from shardwise.errors import ConfigError, MeshError, ShardwiseError, UnsupportedError, counted
-from shardwise.estimate.memory import ActivationBytes, StateBytes, describe_stages, mib, schedule_of, state_bytes
+from shardwise.errors import ConfigError, MeshError, ShardwiseError, UnsupportedError, counted, sized
+from shardwise.estimate.memory import ActivationBytes, Card, StateBytes, alike, describe_stages, schedule_of, states_of
 from shardwise.lora.inject import inject
 from shardwise.loss.logits import dropped_output
 from shardwise.mesh import Mesh
@@ -36,13 +37,15 @@ from shardwise.parallel.build import (
 )
 from shardwise.parameters.registry import registry_of
 from shardwise.plan.decision import Explanation, SplitPlan
-from shardwise.plan.options import ParallelSpec
-from shardwise.proof.counting import counted_layers
+from shardwise.plan.families import PROVED
+from shardwise.plan.options import ParallelSpec, Precision
+from shardwise.plan.pipeline_plan import PipelinePlan
+from shardwise.proof.counting import LayerCollectives, counted_layers
 from shardwise.runtime.adapter_facts import find_model
 from shardwise.runtime.host_masks import can_take_host_masks, read_host_mask, take_host_masks
-from shardwise.schedule.schedule import Schedule
 from shardwise.stages.model import Stages
 from shardwise.tiny.inputs import make_batch
+from shardwise.tiny.shrink import keep_layers, layer_kinds, repeating_lengths
 from shardwise.topology.shape import AXES, MeshShape
 
 
@@ -87,18 +90,22 @@ class Rehearsal:
     options: Mapping[str, Any] = field(default_factory=dict)
     adapter: Any = None
 
-    @contextmanager
-    def open(self, *, rank: int = 0) -> Iterator[PreTrainedModel]:
-        """Context manager that gives a rank's split model in training mode, on fake tensors.
-
-        Raises the errors of `load`, and a `MeshError` if this process already belongs to a distributed job.
-        """
+    def _build(self) -> PreTrainedModel:
         model = build_meta_model(
             copy.deepcopy(self.source), self.auto_class, dtype=self.dtype, options=dict(self.options)
         )
         if self.adapter is not None:
             inject(model, self.adapter)
-        plan = decide(model, self.shape, self.spec)
+        return model
+
+    @contextmanager
+    def open(self, *, rank: int = 0, plan: SplitPlan | None = None) -> Iterator[PreTrainedModel]:
+        """Context manager that gives a rank's split model in training mode, on fake tensors; `plan`: if decided before.
+
+        Raises the errors of `load`, and a `MeshError` if this process already belongs to a distributed job.
+        """
+        model = self._build()
+        plan = plan or decide(model, self.shape, self.spec)
         observe_labels(model)
         # Only the devices themselves have symmetric memory.
         spec = replace(self.spec, fsdp=replace(self.spec.fsdp, symmetric_memory=False))
@@ -111,6 +118,49 @@ class Rehearsal:
             track_gradients(model, registry)
             yield model.train()
 
+    @property
+    def precision(self) -> Precision:
+        """Dtypes of parameters, computation and gradient reduction; by default those of `dtype`, or all float32."""
+        name = str(self.dtype or torch.float32).removeprefix("torch.")
+        if self.spec.precision is None:
+            return Precision(params=name, compute=name)
+        return replace(self.spec.precision, params=name) if self.dtype is not None else self.spec.precision
+
+    def forecast(
+        self, batch: tuple[int, int] | None, num_microbatches: int | None, *, most: float = math.inf
+    ) -> "Forecast":
+        """Returns what the ranks need in a step with microbatches of these rows and tokens. Without a batch, or where a
+        rank keeps more than `most` bytes between steps, no step is run.
+        """
+        model = self._build()
+        plan = decide(model, self.shape, self.spec)
+        kinds = (self.precision.params, self.precision.compute, self.precision.reduce)
+        itemsizes = [getattr(torch, each).itemsize for each in kinds]
+        frozen = {fqn for fqn, value in model.named_parameters() if not value.requires_grad}
+        kept = [states_of(plan, coord, frozen, itemsize=itemsizes[0]) for coord in range(self.shape.pp_size)]
+        parts = [{"parameters": each.parameters, "gradients": each.gradients, "AdamW": each.optimizer} for each in kept]
+        found = Forecast(self, batch, num_microbatches, model, plan, kept, parts)
+        if batch is None or max(each.total for each in kept) > most:
+            return found
+        try:
+            if plan.pipeline is None:
+                step = self.run_step(num_rows=batch[0], seq_length=batch[1], plan=plan)
+                parts[0]["gradients"] = step.peak_bytes
+                return replace(found, step=step)
+            stages = self.run_stages(plan, plan.pipeline, batch)
+        except UnsupportedError as error:
+            return replace(found, unknown=error.why or error.summary)
+        schedule = schedule_of(plan, num_microbatches)
+        held = schedule.most_held({number: step.held_bytes for number, step in stages.items()})
+        for coord, count in enumerate(schedule.in_flight):
+            if self.shape.data_size > 1:  # FSDP2 shards neither of a stage's until the last microbatch
+                whole = states_of(plan, coord, frozen, itemsize=1, is_sharded=False)
+                del parts[coord]["gradients"]
+                parts[coord]["unsharded parameters"] = whole.parameters * itemsizes[1]
+                parts[coord]["unsharded gradients"] = whole.gradients * itemsizes[2]
+            parts[coord][f"activations of {counted(count, 'microbatch')}"] = held[coord]
+        return replace(found, stages=stages)
+
     def _eager(self) -> "Rehearsal":
         if self.spec.recompute.mode == "budget":
             raise UnsupportedError(
@@ -120,24 +170,45 @@ class Rehearsal:
             )
         return replace(self, spec=replace(self.spec, compilation=None))
 
-    def run_step(self, *, num_rows: int, seq_length: int) -> "RehearsedStep":
+    def run_step(self, *, num_rows: int, seq_length: int, plan: SplitPlan | None = None) -> "RehearsedStep":
         """Runs one microbatch eagerly on rank 0; returns memory and communication, with those of the gradient phase."""
-        with self._eager().open() as model:
+        with self._eager().open(plan=plan) as model:
             batch = _full_rows(model, num_rows, seq_length)
             with as_data_dependent_error(model):
                 return _run_step(model, batch)
 
-    def run_stages(self, *, num_rows: int, seq_length: int) -> "dict[int, RehearsedStage]":
-        """Runs one microbatch through each pipeline stage, on the stage's first rank: forward, and over tp backward."""
-        found: dict[int, RehearsedStage] = {}
+    def count_step(self, *, num_rows: int, seq_length: int) -> "RehearsedStep":
+        """Like `run_step`, but knows no memory. Where layers repeat, it runs two models of few layers."""
+        is_known = self.spec.plan == "auto" and self.source.model_type in PROVED and self.adapter is None
+        lengths = repeating_lengths(layer_kinds(self.source)) if is_known else None
+        if lengths is None:
+            return self.run_step(num_rows=num_rows, seq_length=seq_length)
+        few, more, times = lengths
+        short = (keep_layers(self.source, num_layers=number) for number in (few, more))
+        a, b = (replace(self, source=each).run_step(num_rows=num_rows, seq_length=seq_length) for each in short)
+        grown = {name: getattr(a, name).extrapolate(getattr(b, name), times) for name in ("tp", "data", "after")}
+        counts = [x + times * (y - x) for x, y in zip(astuple(a.layers), astuple(b.layers), strict=True)]
+        return replace(b, **grown, layers=LayerCollectives(*counts))
+
+    def run_stages(self, plan: SplitPlan, cut: PipelinePlan, batch: tuple[int, int]) -> "dict[int, RehearsedStage]":
+        """Runs one microbatch through the first of alike pipeline stages: forward, and over tp backward."""
+        of_layers, cuts, last = layer_kinds(self.source), cut.order.cut_tensors, cut.num_stages - 1
+        kinds: list[Hashable] = list(range(last + 1))
+        if len(of_layers) == len(cut.order.calls):
+            inner = [(each.start, each.stop) for each in map(cut.segments, range(1, last))]
+            kinds[1:-1] = [(tuple(of_layers[a:b]), cuts[a - 1 : a], cuts[b - 1 : b]) for a, b in inner]
+        found: dict[Hashable, RehearsedStage] = {}
         for coord in range(self.shape.pp_size):
-            with self._eager().open(rank=self.shape.rank(**dict.fromkeys(AXES, 0) | {"pp": coord})) as model:
-                batch = _full_rows(model, num_rows, seq_length)
+            if all(kinds[stage] in found for stage in cut.stages_on(coord)):
+                continue
+            rank = self.shape.rank(**dict.fromkeys(AXES, 0) | {"pp": coord})
+            with self._eager().open(rank=rank, plan=plan) as model:
+                rows = _full_rows(model, *batch)
                 stages = registry_of(model).stages
                 assert stages is not None
                 with as_data_dependent_error(model):
-                    found |= {stage: _run_stage(model, stages, stage, batch) for stage in stages.own}
-        return dict(sorted(found.items()))
+                    found |= {kinds[stage]: _run_stage(model, stages, stage, rows) for stage in stages.own}
+        return {stage: found[kind] for stage, kind in enumerate(kinds)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +216,8 @@ class RehearsedStage:
     """Memory and communication of one pipeline stage for one microbatch.
 
     Attributes:
-        held_bytes: bytes kept between forward and backward, including received and sent tensors.
+        held_bytes: bytes kept between forward and backward, including received and sent tensors. What FSDP2 gathers is
+            not counted: it exists once for all microbatches.
         tp: collectives over tp in forward and backward.
     """
 
@@ -163,7 +235,7 @@ class RehearsedStep:
         peak_bytes: peak memory besides stored parameters and optimizer states: activations, gradients, the loss, and
             temporary memory of forward, backward, clipping and AdamW.
         after: communication of the gradient phase after the last microbatch, over any axis.
-        layer: number of tp collectives in forward and in backward of one layer; None if no layer with split parts ran.
+        layers: tp collectives in forward and in backward of the layers with split parts.
     """
 
     activations: ActivationBytes
@@ -171,7 +243,33 @@ class RehearsedStep:
     tp: Traffic
     data: Traffic
     after: Traffic
-    layer: tuple[float, float] | None
+    layers: LayerCollectives
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What the first rank of every pp coordinate, which holds most, keeps between steps and needs in one.
+
+    Attributes:
+        parts: needed bytes by what they are for; without a pipeline "gradients" includes activations and the rest.
+        unknown: why no step could run.
+    """
+
+    rehearsal: Rehearsal
+    batch: tuple[int, int] | None
+    num_microbatches: int | None
+    model: PreTrainedModel
+    plan: SplitPlan
+    kept: list[StateBytes]
+    parts: list[dict[str, int]]
+    step: RehearsedStep | None = None
+    stages: Mapping[int, RehearsedStage] = field(default_factory=dict)
+    unknown: str = ""
+
+    @property
+    def needed(self) -> int:
+        """Bytes of the fullest rank."""
+        return max(sum(each.values()) for each in self.parts)
 
 
 @contextmanager
@@ -209,7 +307,7 @@ def _run_stage(model: nn.Module, stages: Stages, stage: int, batch: Mapping[str,
             received = [torch.empty(x.shape, dtype=x.dtype, requires_grad=x.needs_gradient) for x in incoming]
             output = stages.run(stage, batch, received) if root is None else root(batch, received)
             output = (output.loss,) if hasattr(output, "loss") else output
-            held = count.total().total
+            held = count.total().activations if registry.mesh.shape.data_size > 1 else count.total().total
         if group is not None:
             with FakeTensorCorrections():
                 started = [x for x in output if x.requires_grad]
@@ -251,7 +349,7 @@ def _run_step(model: nn.Module, batch: Mapping[str, Any]) -> RehearsedStep:
             clip_grad_norm_(model, 1.0)
             optimizer.step()
     return RehearsedStep(
-        activations=activations, peak_bytes=peak.peak_bytes, tp=tp, data=total - tp, after=after, layer=layers.per_run
+        activations=activations, peak_bytes=peak.peak_bytes, tp=tp, data=total - tp, after=after, layers=layers
     )
 
 
@@ -268,6 +366,7 @@ def describe(
     num_microbatches: int | None = None,
     dtype: torch.dtype | str | None = None,
     adapter: Any = None,
+    card: Card | None = None,
     **options: Any,
 ) -> Explanation:
     """Returns what a layout does to a model, without a mesh, a process group or weights: rules, placements, what is
@@ -278,6 +377,7 @@ def describe(
             backward, counted by running the forward on fake tensors. Only in a process that is no rank of a job.
         num_microbatches: of a step; of a pipeline by default the fewest that its schedule takes.
         dtype: dtype of the parameters. Default: `precision.params`, else float32.
+        card: adds whether a step fits it, and if not what would.
     """
     spec, options = ParallelSpec.take(options)
     torch_dtype, options = take_model_options(options)
@@ -285,36 +385,35 @@ def describe(
     config, model_options = (source, options) if isinstance(source, PreTrainedConfig) else read_config(source, options)
     if batch is not None:
         _check_batch(config, *batch)
-    model = build_meta_model(copy.deepcopy(config), auto_class, dtype=None, options=model_options)
-    if adapter is not None:
-        inject(model, adapter)
-    plan = decide(model, shape, spec)
     chosen = as_dtype(torch_dtype if dtype is None else dtype)
     if chosen is None and spec.precision is not None:
         chosen = as_dtype(spec.precision.params)
-    dtype = str(chosen or torch.float32).removeprefix("torch.")
-    in_full = batch is not None or plan.pipeline is not None
     rehearsal = Rehearsal(
         source=config,
-        shape=shape if in_full else MeshShape(tp_size=shape.tp_size),
+        shape=shape,
         spec=spec,
         dtype=chosen,
         auto_class=auto_class,
         options=model_options,
         adapter=adapter,
     )
-    frozen = {fqn for fqn, value in model.named_parameters() if not value.requires_grad}
-    if plan.pipeline is not None:
-        schedule = schedule_of(plan, num_microbatches)
-        return _explain_stages(plan, rehearsal, schedule, _attention(model), frozen=frozen, dtype=dtype, batch=batch)
-    kept = _at_rest(plan, frozen, dtype=dtype)
-    parts = f"parameters {mib(kept.parameters)}, gradients {mib(kept.gradients)}, AdamW {mib(kept.optimizer)}"
-    memory = f"{_attention(model)}\na rank keeps {mib(kept.total)} from step to step in {dtype}: {parts}"
-    if batch is None and (plan.num_parts == 1 or dist.is_initialized()):
-        return Explanation(plan=plan, memory=memory)
-    activations, collectives = _rehearsed(rehearsal, batch or _FEW_TOKENS, kept)
-    memory = memory if batch is None else f"{memory}\n{activations}"
-    return Explanation(plan=plan, collectives=collectives, memory=memory)
+    found = rehearsal.forecast(batch, num_microbatches)
+    memory, stages = [_attention(found.model)], tuple[str, ...]()
+    if found.plan.pipeline is None:
+        memory += _held(found)
+        lines = tuple(_communicated(found))
+    else:
+        held = {number: step.held_bytes for number, step in found.stages.items()}
+        stages = describe_stages(found.plan, schedule_of(found.plan, num_microbatches), found.kept, held)
+        lines = tuple(_sent(found))
+        if held:
+            fullest = max(found.parts, key=lambda parts: sum(parts.values()))
+            parts = ", ".join(f"{name} {sized(size)}" for name, size in fullest.items())
+            who = f"the fullest rank, of pp {found.parts.index(fullest)}: {parts}"
+            memory.append(f"a step needs about {sized(found.needed)} on {who}; without temporary tensors, an estimate")
+    if card is not None:
+        memory.append(describe_fit(card, found))
+    return Explanation(plan=found.plan, collectives=lines, memory="\n".join(memory), stages=stages)
 
 
 def _check_batch(config: PreTrainedConfig, num_rows: int, seq_length: int) -> None:
@@ -326,71 +425,58 @@ def _check_batch(config: PreTrainedConfig, num_rows: int, seq_length: int) -> No
         raise ConfigError(f"a microbatch of {num_tokens:,} tokens on a data rank", fix=fix)
 
 
-def _explain_stages(
-    plan: SplitPlan,
-    rehearsal: Rehearsal,
-    schedule: Schedule,
-    attention: str,
-    *,
-    frozen: Collection[str],
-    dtype: str,
-    batch: tuple[int, int] | None,
-) -> Explanation:
-    """The explanation of a pipeline: what each stage holds, and sends, with a microbatch as far as it is known."""
-    itemsize, lines, found = getattr(torch, dtype).itemsize, [], {}
-    if batch is not None:
+def _sent(found: Forecast) -> Iterator[str]:
+    """Yields what the stages of a pipeline send, in words."""
+    if found.unknown:
+        yield f"what stages hold between forward and backward is not known: {found.unknown}"
+    steps = found.stages
+    for who, first in alike({number: (step.num_sent, step.sent_bytes) for number, step in steps.items()}):
+        if (number := steps[first].num_sent) > 0:
+            sent = f"sends {counted(number, 'tensor')} of {sized(steps[first].sent_bytes)}, and is sent the gradients"
+            yield f"over pp, a microbatch: {who} {sent}"
+    if found.plan.num_parts > 1:
+        for who, first in alike({number: str(step.tp) for number, step in steps.items()}):
+            yield f"over tp, a microbatch: {who.removesuffix(':')}: {steps[first].tp}"
+
+
+def _held(found: Forecast) -> Iterator[str]:
+    """Yields what rank 0 holds, in words."""
+    kept, step, dtype = found.kept[0], found.step, found.rehearsal.precision.params
+    parts = f"parameters {sized(kept.parameters)}, gradients {sized(kept.gradients)}, AdamW {sized(kept.optimizer)}"
+    yield f"a rank keeps {sized(kept.total)} from step to step in {dtype}: {parts}"
+    middle = "between forward and backward of {} x {:,} tokens".format(*found.batch or (0, 0))
+    if found.unknown:
+        yield f"what it holds {middle} is not known: {found.unknown}"
+    if step is not None:
+        held = step.activations
+        gathered = f", gathered or cast parameters {sized(held.gathered)}" if held.gathered else ""
+        yield f"{middle} it holds {sized(held.total)} besides: activations {sized(held.activations)}{gathered}"
+        rest = f"{sized(step.peak_bytes)} of gradients, activations and temporary tensors"
+        yield f"peak during a step: {sized(found.needed)} (parameters, AdamW state, and {rest})"
+
+
+def _communicated(found: Forecast) -> Iterator[str]:
+    """Yields what rank 0 communicates, in words."""
+    num_rows, seq_length = found.batch or _FEW_TOKENS
+    rehearsal, step, unknown, tp_size = found.rehearsal, found.step, found.unknown, found.plan.num_parts
+    if found.batch is None and tp_size > 1 and not dist.is_initialized():
+        rehearsal = replace(rehearsal, shape=MeshShape(tp_size=tp_size))
         try:
-            steps = rehearsal.run_stages(num_rows=batch[0], seq_length=batch[1])
-            found = {number: step.held_bytes for number, step in steps.items()}
-            lines = [
-                f"over pp, a microbatch: stage {number} sends {counted(step.num_sent, 'tensor')} "
-                f"of {mib(step.sent_bytes)}, and is sent the gradients"
-                for number, step in steps.items()
-                if step.num_sent
-            ]
-            if plan.num_parts > 1:
-                lines += [f"over tp, a microbatch: stage {number}: {step.tp}" for number, step in steps.items()]
+            step = rehearsal.count_step(num_rows=num_rows, seq_length=seq_length)
         except UnsupportedError as error:
-            lines = [f"what stages hold between forward and backward is not known: {error.why or error.summary}"]
-    stages = describe_stages(plan, schedule, itemsize=itemsize, frozen=frozen, activations=found)
-    return Explanation(plan=plan, collectives=tuple(lines), memory=attention, stages=stages)
-
-
-def _at_rest(plan: SplitPlan, frozen: Collection[str], *, dtype: str) -> StateBytes:
-    """Returns what rank 0, which holds most, keeps from step to step with AdamW."""
-    trained = [planned.layout for fqn, planned in plan.parameters.items() if fqn not in frozen]
-    kept = [planned.layout for fqn, planned in plan.parameters.items() if fqn in frozen]
-    return state_bytes(trained, plan.shape.coords(0), itemsize=getattr(torch, dtype).itemsize, frozen=kept)
-
-
-def _rehearsed(rehearsal: Rehearsal, batch: tuple[int, int], at_rest: StateBytes) -> tuple[str, tuple[str, ...]]:
-    """Returns what rank 0 holds in the middle of a step, and what it communicates, in words."""
-    num_rows, seq_length = batch
-    middle = f"between forward and backward of {num_rows} x {seq_length:,} tokens"
-    try:
-        step = rehearsal.run_step(num_rows=num_rows, seq_length=seq_length)
-    except UnsupportedError as error:
-        why = error.why or error.summary
-        return f"what it holds {middle} is not known: {why}", (f"cannot be counted: {why}",)
-    gathered = f", gathered or cast parameters {mib(step.activations.gathered)}" if step.activations.gathered else ""
-    kept = step.activations
-    activations = f"{middle} it holds {mib(kept.total)} besides: activations {mib(kept.activations)}{gathered}"
-    peak = at_rest.parameters + at_rest.optimizer + step.peak_bytes
-    activations += (
-        f"\npeak during a step: {mib(peak)} (parameters, AdamW state, and {mib(step.peak_bytes)} of gradients, "
-        "activations and temporary tensors)"
-    )
-    lines = []
-    if rehearsal.shape.tp_size > 1:
-        lines.append(f"over tp, a microbatch of {num_rows} x {seq_length:,} tokens: {step.tp}")
-        if step.layer is not None:
-            forward, backward = step.layer
-            lines.append(f"of these in a layer: {forward:g} in its forward, {backward:g} in its backward")
+            unknown = error.why or error.summary
+    if unknown:
+        yield f"cannot be counted: {unknown}"
+    if step is None:
+        return
+    if tp_size > 1:
+        yield f"over tp, a microbatch of {num_rows} x {seq_length:,} tokens: {step.tp}"
+        if (per_run := step.layers.per_run) is not None:
+            yield f"of these in a layer: {per_run[0]:g} in its forward, {per_run[1]:g} in its backward"
     if rehearsal.shape.data_size > 1:
-        lines.append(f"over the data axes, a microbatch: {step.data}")
+        yield f"over the data axes, a microbatch: {step.data}"
     if step.after.calls:
-        lines.append(f"gradient phase, once a step: {step.after}")
-    return activations, tuple(lines)
+        yield f"gradient phase, once a step: {step.after}"
 
 
 def _attention(model: nn.Module) -> str:

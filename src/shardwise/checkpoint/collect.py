@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from shardwise.checkpoint.manifest import encode_tree
+from shardwise.checkpoint.stored import encode_tree
 from shardwise.errors import ConfigError, LoadError, UnsupportedError
 from shardwise.mesh import Mesh
 from shardwise.parameters.canonical import state_tensors

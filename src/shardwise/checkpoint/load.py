@@ -21,8 +21,8 @@ from shardwise.checkpoint.collect import (
     state_for_groups,
     state_key,
 )
-from shardwise.checkpoint.manifest import StoredParts, decode_tree, open_checkpoint
 from shardwise.checkpoint.store import find_tag, root_of
+from shardwise.checkpoint.stored import StoredParts, decode_tree, open_checkpoint
 from shardwise.comm.agree import agree_on, check_calls, gather_from_all, raise_on_all_ranks
 from shardwise.errors import LoadError
 from shardwise.mesh import Mesh

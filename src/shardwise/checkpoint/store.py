@@ -12,7 +12,6 @@ from typing import Any
 
 from shardwise.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from shardwise.errors import ConfigError, LoadError, did_you_mean
-from shardwise.weights.locate import describe_kind
 from shardwise.weights.staging import find_asides, is_url, leftovers
 
 logger = logging.getLogger("shardwise.checkpoint")
@@ -75,14 +74,14 @@ def find_tag(root: Path, tag: str | None) -> Path:
     if tag is not None:
         tags = find_tags(root)
         if check_tag(tag) not in tags:
-            said = {"why": f"there are {', '.join(sorted(tags)[-5:])}"} if tags else describe_kind(root)
+            said = {"why": f"there are {', '.join(sorted(tags)[-5:])}"} if tags else _describe_kind(root)
             raise LoadError(
                 f"no checkpoint {tag!r}{did_you_mean(tag, tags)}", at=str(root), **(said or {"why": "there are none"})
             )
         return tags[tag]
     known = list_checkpoints(root)
     if not known:
-        raise LoadError("there is no complete checkpoint", at=str(root), **describe_kind(root))
+        raise LoadError("there is no complete checkpoint", at=str(root), **_describe_kind(root))
     _, path, newest = known[-1]
     if isinstance(newest, LoadError):
         raise newest
@@ -90,6 +89,12 @@ def find_tag(root: Path, tag: str | None) -> Path:
     if broken:
         logger.warning("%s cannot be read; going on with %s", ", ".join(broken), path)
     return path
+
+
+def _describe_kind(root: Path) -> dict[str, str]:
+    from shardwise.weights.locate import describe_kind  # transformers is slow to import
+
+    return describe_kind(root)
 
 
 def lock(root: Path) -> None:

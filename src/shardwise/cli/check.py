@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.cli.config_file import Problems, parse_config
+from shardwise.cli.plan import read_card
 from shardwise.errors import counted
 from shardwise.topology.shape import MeshShape, describe_crossing
 from shardwise.train.run_config import Problem, TrainConfig
@@ -16,12 +17,13 @@ Check a training run without starting it, and list every problem at once:
   - names and types of its keys, and the files and packages that it needs;
   - whether the number of ranks fits the layout, and whether batches divide among the ranks;
   - whether the model, with its adapter, can be split that way, and can separate packed documents;
-  - whether the first prompts or messages of the data can be read.
+  - whether the first prompts or messages of the data can be read;
+  - with --card, whether a step of its batch size fits a device.
 
 Warns if tensor parallelism crosses machines, which works but is slow. The exit code is 1 if there is a problem.
 
   shardwise check run.yaml
-  shardwise check run.yaml layout=tp8 --world-size 64
+  shardwise check run.yaml layout=tp8 --world-size 64 --card 80GB
 """
 
 
@@ -33,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", type=int, metavar="N", help="number of ranks the run will have (default: what the layout needs)"
     )
+    parser.add_argument("--card", metavar="SIZE", help="say whether a step fits this much memory, such as 80GB")
     parser.add_argument(
         "--ranks-per-machine", type=int, default=8, metavar="N", help="number of ranks per machine (default: 8)"
     )
@@ -40,12 +43,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
+    card = None if arguments.card is None else read_card(arguments.card)
     config, known = parse_config(arguments.config, arguments.overrides)
     problems = check_run(config, known=known, world_size=arguments.world_size)
+    from shardwise.cli.models import check_memory
     from shardwise.cli.run_checkpoints import check_saved  # torch, which `check_run` has imported
 
     with problems.of("checkpoint.dir"):
         check_saved(config.checkpoint)
+    if card is not None and not problems:
+        problems += check_memory(config, card)
     if not problems:
         shape = MeshShape.parse(config.layout)
         if (warning := describe_crossing(shape, arguments.ranks_per_machine)) is not None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import LoadError, counted
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint.manifest import StoredParts
+    from shardwise.checkpoint.manifest import Index, Manifest
+    from shardwise.checkpoint.stored import StoredParts
 
 
 HELP = """\
@@ -33,12 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
-    from shardwise.api.converting import open_anywhere  # torch and transformers are slow to import
-    from shardwise.checkpoint.manifest import MANIFEST
-    from shardwise.checkpoint.store import list_checkpoints
+    from shardwise.checkpoint.manifest import MANIFEST, read_index, read_manifest
+    from shardwise.checkpoint.store import find_tag, list_checkpoints
 
-    directory, num_broken = Path(arguments.checkpoint), 0
-    if not (directory / MANIFEST).is_file():
+    directory, num_broken = Path(arguments.checkpoint).absolute(), 0
+    is_one = (directory / MANIFEST).is_file()
+    if not is_one:
         for tag, _, manifest in list_checkpoints(directory):
             if isinstance(manifest, LoadError):
                 num_broken += 1
@@ -49,15 +50,18 @@ def run(arguments: argparse.Namespace) -> int:
             step = "" if manifest.step is None else f"step {manifest.step:,}"
             print(f"{tag:<16} {step:<12} {saved}  {size / 1e6:>10,.1f} MB  {manifest.layout}")
         print()
-    with open_anywhere(directory, arguments.tag) as stored:
-        _describe(stored, with_tensors=arguments.tensors)
-        if arguments.verify:
+    place = directory if is_one and arguments.tag is None else find_tag(directory, arguments.tag)
+    manifest = read_manifest(place)
+    _describe(manifest, read_index(place, manifest), with_tensors=arguments.tensors)
+    if arguments.verify:
+        from shardwise.checkpoint.stored import open_checkpoint  # torch is slow to import
+
+        with open_checkpoint(place) as stored:
             num_broken += _verify(stored)
     return 1 if num_broken else 0
 
 
-def _describe(stored: StoredParts, *, with_tensors: bool) -> None:
-    manifest, index = stored.manifest, stored.index
+def _describe(manifest: Manifest, index: Index, *, with_tensors: bool) -> None:
     kinds: dict[str, list[Any]] = {}
     for key, tensor in index.tensors.items():
         kinds.setdefault(key.partition("/")[0], []).append(tensor)
@@ -74,8 +78,7 @@ def _describe(stored: StoredParts, *, with_tensors: bool) -> None:
     print(f"  files      {len(manifest.files)}, {size / 1e6:,.1f} MB")
     print(f"  versions   {', '.join(f'{name} {version}' for name, version in manifest.versions.items())}")
     for key, tensor in index.tensors.items() if with_tensors else ():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        print(f"  {key}  {list(tensor.shape)} {dtype}, {counted(len(tensor.parts), 'part')}")
+        print(f"  {key}  {list(tensor.shape)} {tensor.dtype_name}, {counted(len(tensor.parts), 'part')}")
 
 
 def _verify(stored: StoredParts) -> int:

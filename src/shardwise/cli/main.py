@@ -9,10 +9,10 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-import shardwise
 from shardwise.cli import check, convert, doctor, evaluate, generate, inspect, launch, plan, report, train, verify
 from shardwise.cli.config_file import config_reference
 from shardwise.errors import ShardwiseError, did_you_mean
+from shardwise.versions import SUPPORTED, __version__, installed
 
 DESCRIPTION = """\
 Train any Hugging Face model on many devices. Every split is proved to compute the same numbers as one device.
@@ -111,7 +111,8 @@ def _build_parser(*, with_keys: bool) -> tuple[_Parser, dict[str, _Parser]]:
     """The parser, and the commands' parsers; `with_keys` adds the keys of a run to the help, which takes a moment."""
     texts: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = _Parser(prog="shardwise", description=DESCRIPTION, epilog=EXAMPLES, **texts)
-    parser.add_argument("--version", action="version", version=f"shardwise {shardwise.__version__}")
+    versions = [f"{name} {installed(name)} (tested: {support})" for name, support in SUPPORTED.items()]
+    parser.add_argument("--version", action="version", version="\n".join([f"shardwise {__version__}", *versions]))
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     commands: dict[str, _Parser] = {}
     for name, (module, summary) in COMMANDS.items():

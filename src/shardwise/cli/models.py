@@ -2,14 +2,16 @@
 
 import inspect
 import logging
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from shardwise.api.building import load_by_spec
 from shardwise.api.describing import Rehearsal
+from shardwise.api.fitting import find_remedies
 from shardwise.checkpoint.export import export_bytes
-from shardwise.checkpoint.manifest import StoredParts
+from shardwise.checkpoint.stored import StoredParts
 from shardwise.cli.config_file import Problems, config_error
 from shardwise.cli.data import build_encoder, check_records, load_tokenizer
 from shardwise.cli.inputs import adapter_of, check_place, compilation_of, find_optimizer
@@ -18,7 +20,8 @@ from shardwise.cli.tasks import class_of, class_to_probe, example_rows, find_tas
 from shardwise.data.config import DataConfig, held_out, rows_of, sources_of
 from shardwise.data.rows import DocumentMasking
 from shardwise.data.tasks import TASKS
-from shardwise.errors import ConfigError, ShardwiseError, did_you_mean, one_line
+from shardwise.errors import ConfigError, ShardwiseError, did_you_mean, one_line, sized
+from shardwise.estimate.memory import Card
 from shardwise.loss.label_use import check_label_use
 from shardwise.mesh import Mesh
 from shardwise.optim.optimizer import build_optimizer
@@ -27,7 +30,7 @@ from shardwise.plan.options import ParallelSpec, Precision
 from shardwise.probe.label_use import probe_document_masking
 from shardwise.runtime.adapter_facts import find_model
 from shardwise.topology.shape import MeshShape
-from shardwise.train.run_config import OptimizerConfig, Problem, TrainConfig
+from shardwise.train.run_config import OptimizerConfig, Problem, TrainConfig, num_microbatches_of
 
 logger = logging.getLogger("shardwise.train")
 
@@ -137,6 +140,46 @@ def check_model(config: TrainConfig) -> list[Problem]:
     return [*problems, *_check_fit(model_config, config, num_tokens), *_rehearse(config, model_config)]
 
 
+def microbatch_of(config: TrainConfig, shape: MeshShape) -> tuple[tuple[int, int], int | None]:
+    """Returns the rows and tokens of a microbatch on one data rank, and how many there are in a step.
+
+    Where another layout needs more rows that is one row, and the number is not known.
+    """
+    number = None
+    with suppress(ConfigError):
+        number = num_microbatches_of(config, shape)
+    num_rows = config.batch_size // (shape.data_size * (number or 1))
+    return (max(1, num_rows), config.data.seq_length), number
+
+
+def find_gpu() -> Card | None:
+    """Returns the memory of the first visible GPU; None without one."""
+    properties = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    return None if properties is None else Card(properties.name, properties.total_memory)
+
+
+def check_memory(config: TrainConfig, card: Card) -> list[Problem]:
+    """Returns a problem if a step of a run that has no other problems does not fit a card."""
+    tokenizer = load_tokenizer(config) if "tokenizer" in TASKS[find_task(config)].needs else None
+    rehearsal = _rehearsal(config, read_model_config(config, tokenizer), adapter_of(config))
+    found = rehearsal.forecast(*microbatch_of(config, rehearsal.shape), most=card.num_bytes)
+    if found.needed <= card.num_bytes:  # or a step is not known, which is no problem elsewhere either
+        return []
+    what = f"a step needs {sized(found.needed)}, and {card.name} are {sized(card.num_bytes)}"
+    return [Problem("batch_size", what, find_remedies(card, found))]
+
+
+def _rehearsal(config: TrainConfig, model_config: Any, adapter: Any) -> Rehearsal:
+    return Rehearsal(
+        source=model_config,
+        shape=MeshShape.parse(config.layout),
+        spec=spec_of(config),
+        dtype=getattr(torch, config.model.dtype),
+        auto_class=class_of(config),
+        adapter=adapter,
+    )
+
+
 def _rehearse(config: TrainConfig, model_config: Any) -> list[Problem]:
     """Returns the problems of building the model and its optimizer as the run does, on fake tensors."""
     problems = Problems()
@@ -145,15 +188,7 @@ def _rehearse(config: TrainConfig, model_config: Any) -> list[Problem]:
     if problems:
         return problems
     try:
-        rehearsal = Rehearsal(
-            source=model_config,
-            shape=MeshShape.parse(config.layout),
-            spec=spec_of(config),
-            dtype=getattr(torch, config.model.dtype),
-            auto_class=class_of(config),
-            adapter=adapter,
-        )
-        with rehearsal.open() as model:
+        with _rehearsal(config, model_config, adapter).open() as model:
             if config.model.path is not None:
                 with problems.of("model.path"):
                     read_generation_config(find_model(model), config.model.path, {})
@@ -203,7 +238,7 @@ def read_model_config(config: TrainConfig, tokenizer: Any) -> Any:
 
 def _check_fit(model_config: Any, config: TrainConfig, num_tokens: int | None) -> list[Problem]:
     problems: list[Problem] = []
-    if MeshShape.parse(config.layout).size("ddp") > 1 and getattr(model_config, "layerdrop", 0):
+    if MeshShape.parse(config.layout).size("ddp") > 1 and getattr(model_config, "layerdrop", False):
         what = f"is {config.layout}, and the model leaves out layers at random (layerdrop {model_config.layerdrop})"
         problems.append(Problem("layout", what, "use fsdp: ddp ranks would add up gradients of different layers"))
     if num_tokens is None:

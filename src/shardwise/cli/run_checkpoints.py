@@ -22,8 +22,8 @@ from rich.console import Console
 from shardwise.api.checkpoints import load_checkpoint, restore, save_checkpoint
 from shardwise.checkpoint.background import join_saves
 from shardwise.checkpoint.load import LoadTarget, open_on_all_ranks
-from shardwise.checkpoint.manifest import StoredParts
 from shardwise.checkpoint.store import clean, find_tags, lock
+from shardwise.checkpoint.stored import StoredParts
 from shardwise.checkpoint.writer import as_load_error
 from shardwise.cli.metrics import LOWER_IS_BETTER
 from shardwise.comm.agree import gather_from_all, raise_on_all_ranks

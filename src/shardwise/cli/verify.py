@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from shardwise.cli.plan import add_target, find_target
+from shardwise.cli.plan import add_target, find_target, read_target
 from shardwise.ranks.rank import warm
 from shardwise.train.run_config import num_microbatches_of
 
@@ -13,7 +13,7 @@ loss, logits, every gradient and the replicas. Prints a table; the exit code is 
 
   shardwise verify path/or/hub-id --layout tp2 --sequence-parallel
   shardwise verify path/or/hub-id --layout pp2.tp2 --adapter path/of/adapter
-  shardwise verify run.yaml
+  shardwise verify run.yaml layout=pp2.tp2
 """
 
 
@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
+    read_target(arguments)  # errors first
     warm()  # the ranks' imports run beside ours
     model, shape, spec, config = find_target(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores

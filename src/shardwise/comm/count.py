@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.errors import sized
+
 # Operation to (what it is called here, which argument holds the tensors that say its size). Plain tensors are
 # communicated by c10d operations, DTensors by the functional ones, which do not pass through the former on their way.
 _OPERATIONS = {
@@ -45,11 +47,16 @@ class Traffic:
     def __sub__(self, other: "Traffic") -> "Traffic":
         return Traffic(self.calls - other.calls, self.bytes - other.bytes)
 
+    def extrapolate(self, longer: "Traffic", times: int) -> "Traffic":
+        """Returns this traffic and `times` what `longer` has more."""
+        grown = [(self.calls, longer.calls), (self.bytes, longer.bytes)]
+        return Traffic(*(Counter({key: a[key] + times * (b[key] - a[key]) for key in a | b}) for a, b in grown))
+
     def __str__(self) -> str:
         parts = []
         for operation, count in sorted(self.calls.items()):
             noun = operation.replace("_", "-") + ("s" if count > 1 else "")
-            parts.append(f"{count} {noun} ({self.bytes[operation] / 2**20:,.1f} MiB)")
+            parts.append(f"{count} {noun} ({sized(self.bytes[operation])})")
         return ", ".join(parts) or "nothing"
 
 

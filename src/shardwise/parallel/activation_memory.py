@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -38,6 +38,8 @@ class FakeTensorCorrections(TorchDispatchMode):
     """Corrects fake tensors: grouped products exist in every dtype, and waiting returns the same tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # two of three operations
+            return args[0].fake_device
         if func is torch.ops.aten._grouped_mm.default:
             described = func(*(each.bfloat16() for each in args[:2]), *args[2:], **(kwargs or {}))
             return described.to(args[0].dtype)

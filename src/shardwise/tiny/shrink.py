@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -37,6 +37,24 @@ def choose_layers(values: Mapping[str, Any], num_layers: int, wanted: int, *, re
             break
         chosen.add(index)
     return sorted(index for index in chosen if index < num_layers)
+
+
+def layer_kinds(config: PreTrainedConfig) -> list[Hashable]:
+    """Returns the kind of every layer of a model with one stack; empty if its config does not tell them."""
+    values, num_layers = fields_of(config), getattr(config, "num_hidden_layers", None)
+    if not is_count(num_layers) or len([*sub_configs(config)]) > 1 or _cycle(values) or layer_overrides(config):
+        return []
+    return [_kind(values, num_layers, index) for index in range(num_layers)]
+
+
+def repeating_lengths(kinds: Sequence[Hashable]) -> tuple[int, int, int] | None:
+    """Returns two numbers of first layers, and how often what the larger adds repeats; None if nothing does."""
+    for cycle in range(1, len(kinds)):
+        before = 1 + max((i for i in range(len(kinds) - cycle) if kinds[i] != kinds[i + cycle]), default=-1)
+        few = before + cycle + (len(kinds) - before) % cycle
+        if few + 2 * cycle < len(kinds):
+            return few, few + cycle, (len(kinds) - few) // cycle
+    return None
 
 
 def shrink_layer_lists(values: Mapping[str, Any], num_layers: int, chosen: list[int]) -> dict[str, Any]:
