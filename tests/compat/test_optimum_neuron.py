@@ -416,8 +416,7 @@ def test_support_is_what_the_checks_say():
         support = ParallelizersManager.is_model_supported(given)
         assert support == (True, True, True) and support and support.reason == ""
         assert ParallelizersManager.parallelizer_for_model(given) is Parallelizer
-    for given in ("t5", "bert", "vit"):  # types that have no causal language model, one of them, and images
-        assert ParallelizersManager.is_model_supported(given), given
+    assert ParallelizersManager.is_model_supported("vit"), "a type that has no causal language model"
     tp, sp, pp = ParallelizersManager.is_model_supported(nn.Linear(2, 2))
     assert (tp, sp, pp) == (False, False, False)
     support = ParallelizersManager.is_model_supported("no such type")
