@@ -14,8 +14,8 @@ from shardwise.parameters.registry import (
     ParameterEntry,
     Registry,
     entry_of,
+    find_completed,
     find_parameters,
-    find_staged,
     local_part,
     registry_of,
     reshard,
@@ -84,6 +84,6 @@ def _gradients(
         pairs = [(parameter, entry_of(parameter)) for parameter in tensors]
         registry = next((entry.registry for _, entry in pairs if entry is not None), None)
         if not tensors:  # a stage without any takes part in the sum
-            registry = find_staged()
+            registry = find_completed()
     with_gradient = [(gradient, entry) for parameter, entry in pairs if (gradient := parameter.grad) is not None]
     return [(local_part(gradient), entry) for gradient, entry in with_gradient], registry

@@ -274,21 +274,24 @@ def note_parameters(model: nn.Module, registry: Registry) -> None:
         entries |= {each: registry.entry(fqn_of(name, each)) for each in own}
 
 
-_STAGED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # the models of this process that are split into stages
+_COMPLETED: "list[weakref.ref[nn.Module]]" = []  # the model in stages whose gradients were completed last
 
 
-def find_staged() -> Registry | None:
-    """Returns the registry of a model in stages whose mesh is open; None if there is none, or those are on several."""
-    found = [registry for model in _STAGED if (registry := registry_of(model)).mesh.device_mesh is not None]
-    return found[0] if len({id(registry.mesh) for registry in found}) == 1 else None
+def note_completed(model: nn.Module) -> None:
+    """Notes that the gradients of a model in stages are complete."""
+    _COMPLETED[:] = [weakref.ref(model)]
+
+
+def find_completed() -> Registry | None:
+    """Returns the registry of the model in stages whose gradients were completed last in this process."""
+    model = _COMPLETED[0]() if _COMPLETED else None
+    return registry_of(model) if model is not None else None
 
 
 def attach_registry(model: nn.Module, registry: Registry) -> None:
     """Attaches `registry` to the model, and the entries to its parameters."""
     model.__dict__[_ATTRIBUTE] = registry
     registry.model = weakref.ref(model)
-    if registry.stages is not None:
-        _STAGED.add(model)
     for _ in find_parameters(model):
         pass  # it marks them
 
