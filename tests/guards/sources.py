@@ -41,5 +41,6 @@ def snippets(*languages: str) -> list[Snippet]:
         for match in re.finditer(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```", text, re.DOTALL | re.MULTILINE):
             line = text.count("\n", 0, match.start()) + 1
             body = "\n".join(row.removeprefix(match[1]) for row in match[3].splitlines())
+            body = re.sub(r'^--8<-- "(.*)"$', lambda each: (ROOT / each[1]).read_text(), body, flags=re.MULTILINE)
             found.append(Snippet(match[2], body, f"{name_of(path)}:{line}"))
     return [snippet for snippet in found if snippet.language in languages]
