@@ -687,6 +687,14 @@ def test_data_ranks_generate_equally_many_tokens_in_a_pipeline(origin, tmp_path)
     assert len(set(spawn(generate_at, 4, tmp_path, tmp_path, "pp2.fsdp2"))) == 1
 
 
+def test_plan_and_verify_take_a_task(origin, capfd):
+    model = str(origin / "masked-lm/model")
+    assert main(["plan", model, "--layout", "tp2", "--task", "token-classification"]) == 0
+    assert "classifier.weight" in capfd.readouterr().out
+    assert main(["verify", model, "--layout", "tp2", "--task", "sequence-classification"]) == 0
+    assert "a tiny BertForSequenceClassification over tp2: equal to the unsplit model" in capfd.readouterr().out
+
+
 def test_the_command_line_takes_directories_of_images(origin, tmp_path, capfd):
     run = run_of(origin, "image-classification", tmp_path)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))

@@ -4,9 +4,10 @@ import argparse
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from shardwise.cli.config_file import read_config
+from shardwise.data.config import TaskName
 from shardwise.errors import ConfigError
 from shardwise.estimate.cuts import schedule_for
 from shardwise.estimate.memory import Card
@@ -42,6 +43,9 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         "--layout", metavar="LAYOUT", help="ranks along each axis, such as tp2 (default for a run: its own)"
     )
     parser.add_argument("--sequence-parallel", action="store_true", help="also split activations along the sequence")
+    tasks = get_args(TaskName)
+    about = f"which of its model classes: {', '.join(tasks)} (default: the one that the model names)"
+    parser.add_argument("--task", choices=tasks, metavar="TASK", help=about)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,9 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
     from shardwise.cli.models import find_gpu, microbatch_of
     from shardwise.cli.tasks import class_of
 
-    auto_class, batch, num_microbatches, adapter = None, None, None, arguments.adapter
+    auto_class, batch, num_microbatches, adapter = class_of(config, arguments.task), None, None, arguments.adapter
     if config is not None:
-        auto_class = class_of(config)
         batch, num_microbatches = microbatch_of(config, shape)
         adapter = adapter or adapter_of(config)
     if arguments.batch is not None:

@@ -19,7 +19,7 @@ from shardwise.data.tables import is_table
 from shardwise.data.tasks import TASKS, ExampleRows, Task, Tools, column_of, find_label
 from shardwise.errors import ConfigError, LoadError, UnsupportedError, counted, one_line
 from shardwise.parallel.build import model_class_of, read_config
-from shardwise.train.run_config import TrainConfig
+from shardwise.train.run_config import ModelConfig, TrainConfig
 
 _MEDIA = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".wav")
 _MOST_LABELS = 1000
@@ -48,13 +48,13 @@ def find_task(config: TrainConfig) -> str:
     )
 
 
-def class_of(config: TrainConfig) -> Any:
-    """Returns the `auto_class` argument of `load`. With a task, or `model.allow_missing`, a new head may be trained on
-    the checkpoint's body; otherwise the checkpoint names the class.
+def class_of(config: TrainConfig | None, task: str | None = None) -> Any:
+    """Returns the `auto_class` argument of `load`: the class of `task`, else of the run's task. Without one the model
+    names it, or with `model.allow_missing` a causal head is trained on a body.
     """
-    if config.model.task is None and not config.model.allow_missing:
-        return None
-    return getattr(transformers, TASKS[config.model.task or "causal-lm"].auto_class)
+    model = ModelConfig() if config is None else config.model
+    chosen = task or model.task or ("causal-lm" if model.allow_missing else None)
+    return None if chosen is None else getattr(transformers, TASKS[chosen].auto_class)
 
 
 _ADAPTED = {

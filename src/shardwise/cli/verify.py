@@ -32,10 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
     from shardwise.api.verifying import verify  # torch and transformers are slow to import
     from shardwise.cli.tasks import class_of
 
-    auto_class, num_microbatches = (
-        (None, None) if config is None else (class_of(config), num_microbatches_of(config, shape))
-    )
-    options = {"auto_class": auto_class, "num_microbatches": num_microbatches, "adapter": arguments.adapter}
-    report = verify(model, shape, **options, **vars(spec))
+    num_microbatches = None if config is None else num_microbatches_of(config, shape)
+    options = {"auto_class": class_of(config, arguments.task), "num_microbatches": num_microbatches}
+    report = verify(model, shape, adapter=arguments.adapter, **options, **vars(spec))
     print(report)
     return 0 if report.passed else 1
