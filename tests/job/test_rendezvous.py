@@ -118,3 +118,12 @@ def test_ranks_that_expect_different_numbers_of_ranks():
         "rank 1 expects 4 ranks, and others 2" in outcomes[1][0]
         or "rank 0 expects 2 ranks, and others 4" in outcomes[0][0]
     )
+
+
+def come_back():
+    """torchrun on a machine that came back counts its restarts from 0; rank 0 keeps a new store itself."""
+    return outcome_of_opening({"TORCHELASTIC_RESTART_COUNT": str(1 - int(os.environ["RANK"]))})[0]
+
+
+def test_machines_that_have_restarted_their_ranks_at_different_times_meet():
+    assert spawn(come_back, 2) == ["no error"] * 2

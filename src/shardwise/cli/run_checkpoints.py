@@ -22,7 +22,7 @@ from shardwise.api.checkpoints import load_checkpoint, restore, save_checkpoint
 from shardwise.checkpoint.background import join_saves
 from shardwise.checkpoint.load import LoadTarget, open_on_all_ranks
 from shardwise.checkpoint.manifest import StoredParts
-from shardwise.checkpoint.store import clean, find_tags, lock
+from shardwise.checkpoint.store import check_seen, clean, find_tags, lock
 from shardwise.checkpoint.writer import as_load_error
 from shardwise.cli.metrics import LOWER_IS_BETTER
 from shardwise.comm.agree import gather_from_all, raise_on_all_ranks
@@ -223,7 +223,9 @@ def find_saved_run(
             clean(directory)
         return _has_checkpoints(config)
 
-    if not gather_from_all(mesh.group(), "looking for checkpoints", find)[0]:
+    is_there, *_ = gather_from_all(mesh.group(), "looking for checkpoints", find)
+    gather_from_all(mesh.group(), "looking for checkpoints", lambda: check_seen(directory, rank=mesh.rank))
+    if not is_there:
         return None
     stored = open_on_all_ranks(directory, None, mesh)
     with raise_on_all_ranks(mesh.group(), "comparing the run with its checkpoint"):
