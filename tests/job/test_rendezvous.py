@@ -9,6 +9,7 @@ import socket
 import time
 
 import pytest
+import torch.distributed as dist
 
 import shardwise
 from shardwise.errors import MeshError
@@ -127,3 +128,16 @@ def come_back():
 
 def test_machines_that_have_restarted_their_ranks_at_different_times_meet():
     assert spawn(come_back, 2) == ["no error"] * 2
+
+
+def open_without_connections():
+    def fail(*words, **options):
+        raise RuntimeError("Gloo connectFullMesh failed with Connect timeout")
+
+    dist.init_process_group = fail
+    return outcome_of_opening({})[0]
+
+
+def test_ranks_that_meet_and_cannot_connect_are_named_with_their_machine():
+    for rank, error in enumerate(spawn(open_without_connections, 2)):
+        assert f"rank {rank} on {socket.gethostname()} cannot connect" in error and "Connect timeout" in error

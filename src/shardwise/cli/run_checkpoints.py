@@ -215,16 +215,16 @@ def find_saved_run(
         return None
     directory = Path(config.dir)
 
-    def find() -> bool:
+    def find() -> tuple[Path, bool]:
         if mesh.rank != 0:
-            return False
+            return directory, False
         with as_load_error(directory):
             lock(directory)
             clean(directory)
-        return _has_checkpoints(config)
+        return directory.resolve(), _has_checkpoints(config)
 
-    is_there, *_ = gather_from_all(mesh.group(), "looking for checkpoints", find)
-    gather_from_all(mesh.group(), "looking for checkpoints", lambda: check_seen(directory, rank=mesh.rank))
+    place, is_there = gather_from_all(mesh.group(), "looking for checkpoints", find)[0]
+    gather_from_all(mesh.group(), "looking for checkpoints", lambda: check_seen(place, rank=mesh.rank))
     if not is_there:
         return None
     stored = open_on_all_ranks(directory, None, mesh)
