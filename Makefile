@@ -24,7 +24,7 @@ OLDEST := tests/guards/test_versions.py $(addprefix tests/,$(addsuffix .py,api/t
 	parallel/test_loading pipeline/test_forward pipeline/test_loops runtime/test_outputs train/test_routed \
 	train/test_two_dtypes))
 
-.PHONY: help setup fix check lint types contract pure test newest oldest demo bench drill coverage real docs recipes lines cost clean
+.PHONY: help setup fix check lint types contract pure test newest oldest demo bench drill machines release coverage real docs recipes lines cost clean
 
 help:
 	@echo 'make setup     create .venv with the versions of constraints.txt (every verb below does it when needed)'
@@ -35,7 +35,9 @@ help:
 	@echo 'make oldest    the tests that run private names of torch and transformers, with the oldest versions of both'
 	@echo 'make demo      a tour: split, verify, train, save and reload a small model on CPU ranks'
 	@echo 'make bench     side-by-side measurements with public tools'
-	@echo 'make drill     checkpoints: every family in every layout, hundreds of killed jobs; pipelines on 8 ranks (an hour)'
+	@echo 'make drill     checkpoints: every family in every layout, hundreds of killed jobs; pipelines on 8 ranks; make machines (an hour)'
+	@echo 'make machines  two machines, as network namespaces (root, Linux), that lose each other: docs/launching.md (15 minutes)'
+	@echo 'make release   build the wheel, and run it in an empty environment; launching files and the Dockerfile under their tools'
 	@echo 'make coverage  prove every architecture at tp2, tp4, fsdp2.tp2 and as pipelines, and every family in every product (hours; resumes)'
 	@echo 'make real      fetch a real BERT (90 MB) and compare its split with the unsplit one'
 	@echo 'make docs      build the documentation site into site/, from .venv-docs'
@@ -102,7 +104,13 @@ bench: $(READY)
 	for file in bench/tp.py bench/fsdp.py bench/load.py bench/checkpoint.py bench/pipeline.py bench/scale.py bench/start.py; do echo "== $$file"; $(PY) "$$file"; done
 
 drill: $(READY)
-	SHARDWISE_DRILL=1 $(PY) -m pytest -q tests/checkpoint tests/cli/test_kills.py tests/pipeline/drill_pipelines.py
+	SHARDWISE_DRILL=1 $(PY) -m pytest -q tests/checkpoint tests/cli/test_kills.py tests/pipeline/drill_pipelines.py tests/machines/drill_machines.py
+
+machines: $(READY)
+	$(PY) -m pytest -q -rs tests/machines/drill_machines.py
+
+release: $(READY)
+	$(PY) -m pytest -q tests/release/drill_release.py
 
 coverage: $(READY)
 	SHARDWISE_FULL_PRODUCT=1 $(PY) -m pytest -q -m pure

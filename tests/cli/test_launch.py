@@ -81,3 +81,11 @@ def test_ranks_leave_with_the_code_of_what_ended_them(monkeypatch, left):
     assert left == [130, 143]
     with pytest.raises(KeyError), launch.record_failures():
         raise KeyError("no launcher asked, so it takes its usual way")
+
+
+def test_under_torchrun_a_rank_prints_its_error_because_torchrun_may_not(tmp_path, monkeypatch, left, capsys):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    record(tmp_path / "0", BatchError("no rows", fix="more rows"), monkeypatch)
+    assert capsys.readouterr().err == "error: no rows\n  fix: more rows\n"
+    record(tmp_path / "1", KeyError("surprise"), monkeypatch)
+    assert "Traceback" in (err := capsys.readouterr().err) and "KeyError: 'surprise'" in err

@@ -81,6 +81,19 @@ def test_a_run_that_was_ended_goes_on_as_if_it_had_not_been(run, tmp_path, run_f
     assert not crashed.exists()
 
 
+def train_on_a_disk_of_its_own(run):
+    if os.environ["RANK"] == "1":
+        is_dir = Path.is_dir
+        Path.is_dir = lambda path: path.parent.name != "ended" and "checkpoints" not in path.parts and is_dir(path)
+    with pytest.raises(LoadError, match="rank 1 does not see the checkpoint's directory"):
+        train(config_of(run))
+
+
+def test_a_disk_that_is_not_shared_is_an_error_before_the_first_step(run, tmp_path):
+    spawn(train_on_a_disk_of_its_own, 2, with_values(run, tmp_path / "ended"))
+    assert not (tmp_path / "ended" / "logs" / "train.jsonl").exists()
+
+
 def test_another_layout_is_welcome_and_another_run_is_refused(run, tmp_path):
     first = with_values(run, tmp_path / "first", steps=4)
     first["optimizer"] = {"lr": 0.01, "schedule": {"name": "constant"}}

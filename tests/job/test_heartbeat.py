@@ -13,7 +13,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import shardwise
+import shardwise.checkpoint.background
 import shardwise.job.processes
+from shardwise.checkpoint.writer import SaveJob
+from shardwise.comm.agree import run_on_local_rank_0
 from shardwise.errors import RankError
 from shardwise.job import processes
 from shardwise.job.processes import Beat, diagnose
@@ -205,3 +208,52 @@ def test_diagnosis(beats, is_late, parts):
 )
 def test_an_exit_code_is_a_signal_only_where_there_is_such_a_signal(code, words):
     assert processes._in_words(SystemExit(code)) == words
+
+
+def save(mesh, directory, *, background):
+    """Rank 1 stops when it writes its part."""
+    write = SaveJob._write
+    SaveJob._write = lambda job, place: (job.mesh.rank and be_stopped(3 * SECONDS), write(job, place))
+    model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1), mesh)
+    shardwise.save_checkpoint(directory, model=model, async_save=background)
+    shardwise.checkpoint.background.join_saves(mesh)
+
+
+def save_in_the_background(mesh, directory):
+    save(mesh, directory, background=True)
+
+
+def save_at_once(mesh, directory):
+    save(mesh, directory, background=False)
+
+
+def wait_for_a_machine(mesh, directory):
+    run_on_local_rank_0(lambda: be_stopped(3 * SECONDS), local_rank=1 - mesh.rank)
+
+
+def outcome_of_long_work(work, directory):
+    processes.BEAT_SECONDS, processes.ANSWER_SECONDS = 0.2, 1.0
+    try:
+        with shardwise.Mesh.open("fsdp2", timeout_seconds=SECONDS) as mesh:
+            work(mesh, directory)
+    except RankError as error:
+        return str(error), time.monotonic()
+    return "no error", time.monotonic()
+
+
+@pytest.mark.parametrize("work", [save_in_the_background, save_at_once, wait_for_a_machine])
+def test_a_rank_that_stops_in_work_that_may_take_long_is_not_waited_for_until_it_goes_on(work, tmp_path):
+    (error, first), (_, second) = spawn(outcome_of_long_work, 2, work, tmp_path / "saved")
+    assert "rank 1 did not come to" in error and "no longer sends heartbeats" in error and first < second, error
+
+
+def work_for_long():
+    """Rank 0 works for longer than the timeout, and sends heartbeats."""
+    processes.BEAT_SECONDS = 0.2
+    with shardwise.Mesh.open("fsdp2", timeout_seconds=1.0) as mesh:
+        run_on_local_rank_0(lambda: time.sleep(SECONDS), local_rank=mesh.rank)
+        return mesh.rank
+
+
+def test_long_work_of_a_rank_is_waited_for():
+    assert spawn(work_for_long, 2) == [0, 1]

@@ -9,6 +9,7 @@ import socket
 import time
 
 import pytest
+import torch.distributed as dist
 
 import shardwise
 from shardwise.errors import MeshError
@@ -118,3 +119,25 @@ def test_ranks_that_expect_different_numbers_of_ranks():
         "rank 1 expects 4 ranks, and others 2" in outcomes[1][0]
         or "rank 0 expects 2 ranks, and others 4" in outcomes[0][0]
     )
+
+
+def come_back():
+    """torchrun on a machine that came back counts its restarts from 0; rank 0 keeps a new store itself."""
+    return outcome_of_opening({"TORCHELASTIC_RESTART_COUNT": str(1 - int(os.environ["RANK"]))})[0]
+
+
+def test_machines_that_have_restarted_their_ranks_at_different_times_meet():
+    assert spawn(come_back, 2) == ["no error"] * 2
+
+
+def open_without_connections():
+    def fail(*words, **options):
+        raise RuntimeError("Gloo connectFullMesh failed with Connect timeout")
+
+    dist.init_process_group = fail
+    return outcome_of_opening({})[0]
+
+
+def test_ranks_that_meet_and_cannot_connect_are_named_with_their_machine():
+    for rank, error in enumerate(spawn(open_without_connections, 2)):
+        assert f"rank {rank} on {socket.gethostname()} cannot connect" in error and "Connect timeout" in error

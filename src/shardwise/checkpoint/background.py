@@ -24,7 +24,7 @@ import torch.distributed as dist
 from shardwise.checkpoint.writer import SaveJob
 from shardwise.comm.agree import check_calls, raise_on_all_ranks
 from shardwise.comm.collectives import Group
-from shardwise.job.processes import end_processes
+from shardwise.job.processes import PATIENT, end_processes
 from shardwise.mesh import Mesh
 
 _LONGEST = datetime.timedelta(days=1)
@@ -130,7 +130,8 @@ def _own_group(mesh: Mesh) -> Group | None:
     if everyone is None:
         return None
     check_calls(everyone, {}, doing="save_checkpoint")  # a group is waited for much longer
-    return dist.new_group(dist.get_process_group_ranks(everyone), timeout=_LONGEST, backend="gloo")
+    ranks = dist.get_process_group_ranks(everyone)
+    return dist.new_group(ranks, timeout=_LONGEST, backend="gloo", group_desc=PATIENT)
 
 
 def _finish_at_exit() -> None:

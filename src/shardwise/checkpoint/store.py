@@ -132,6 +132,17 @@ def clean(root: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def check_seen(directory: Path, *, rank: int) -> None:
+    """Raises `LoadError` if this rank does not see a directory that rank 0 has made."""
+    if not directory.is_dir():
+        raise LoadError(
+            f"rank {rank} does not see the checkpoint's directory",
+            at=str(directory),
+            why="rank 0 has made it, and every rank writes its part into it",
+            fix="save to a directory that all machines share",
+        )
+
+
 def check_place(target: Path) -> None:
     """Raises `LoadError` if `target` exists and is no checkpoint, or is a link."""
     if target.is_symlink():

@@ -33,7 +33,7 @@ from shardwise.checkpoint.collect import (
     state_key,
 )
 from shardwise.checkpoint.manifest import INDEX, FileFacts, Manifest, part_name, write_index, write_manifest
-from shardwise.checkpoint.store import LATEST, check_place, clean, list_checkpoints, lock, prune
+from shardwise.checkpoint.store import LATEST, check_place, check_seen, clean, list_checkpoints, lock, prune
 from shardwise.comm.agree import agree_on, all_reduce_int, raise_on_all_ranks
 from shardwise.comm.collectives import Group, all_gather_objects, broadcast_object, gather_objects
 from shardwise.errors import ConfigError, LoadError, ShardwiseError
@@ -300,13 +300,7 @@ class SaveJob:
     def _write(self, directory: Path) -> None:
         """Writes this rank's file."""
         rank, report = self.mesh.position, self.report
-        if not directory.is_dir():
-            raise LoadError(
-                f"rank {rank} does not see the checkpoint's directory",
-                at=str(directory),
-                why="rank 0 has made it, and every rank writes its part into it",
-                fix="save to a directory that all machines share",
-            )
+        check_seen(directory, rank=rank)
         if not self.chunks:
             return
         path = directory / f"rank-{rank:05d}.safetensors"

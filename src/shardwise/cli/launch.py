@@ -12,12 +12,13 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from shardwise.errors import RankError
+from shardwise.errors import RankError, ShardwiseError
 from shardwise.failure import ERROR_FILE, Failure, record
 from shardwise.job.environment import read_slurm_environment, set_gpu_defaults
 from shardwise.ranks.rank import ENDING, RankProcess, local_variables, warm
@@ -171,6 +172,8 @@ def record_failures() -> Iterator[None]:
         if ERROR_FILE not in os.environ:
             raise
         record(error)
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun prints it only if it does not restart, nor lose its store
+            print(f"error: {error}" if isinstance(error, ShardwiseError) else traceback.format_exc(), file=sys.stderr)
         leave(1)
 
 

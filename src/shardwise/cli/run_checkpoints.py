@@ -22,7 +22,7 @@ from rich.console import Console
 from shardwise.api.checkpoints import load_checkpoint, restore, save_checkpoint
 from shardwise.checkpoint.background import join_saves
 from shardwise.checkpoint.load import LoadTarget, open_on_all_ranks
-from shardwise.checkpoint.store import clean, find_tags, lock
+from shardwise.checkpoint.store import check_seen, clean, find_tags, lock
 from shardwise.checkpoint.stored import StoredParts
 from shardwise.checkpoint.writer import as_load_error
 from shardwise.cli.metrics import LOWER_IS_BETTER
@@ -237,15 +237,17 @@ def find_saved_run(
         return None
     directory = Path(config.dir)
 
-    def find() -> bool:
+    def find() -> tuple[Path, bool]:
         if mesh.rank != 0:
-            return False
+            return directory, False
         with as_load_error(directory):
             lock(directory)
             clean(directory)
-        return _has_checkpoints(config)
+        return directory.resolve(), _has_checkpoints(config)
 
-    if not gather_from_all(mesh.group(), "looking for checkpoints", find)[0]:
+    place, is_there = gather_from_all(mesh.group(), "looking for checkpoints", find)[0]
+    gather_from_all(mesh.group(), "looking for checkpoints", lambda: check_seen(place, rank=mesh.rank))
+    if not is_there:
         return None
     stored = open_on_all_ranks(directory, None, mesh)
     with raise_on_all_ranks(mesh.group(), "comparing the run with its checkpoint"):

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from shardwise.comm.collectives import Group, all_gather_later, all_gather_objects, all_reduce_, host_device
 from shardwise.errors import ConfigError, RankError, ShardwiseError
 from shardwise.failure import Failure
+from shardwise.job.processes import PATIENT
 
 _Result = TypeVar("_Result")
 
@@ -102,7 +103,7 @@ def run_on_local_rank_0(work: Callable[[], None], *, local_rank: int) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()
-    group = dist.new_group(backend="gloo", timeout=_LONGEST_WORK)
+    group = dist.new_group(backend="gloo", timeout=_LONGEST_WORK, group_desc=PATIENT)
     try:
         with raise_on_all_ranks(group, "doing the work of its machine"):
             if local_rank == 0:

@@ -31,6 +31,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from shardwise.job.processes import run_collective
+
 _FUNCTIONAL: ContextVar[bool] = ContextVar("functional_collectives", default=False)
 
 Group = dist.ProcessGroup
@@ -125,7 +127,7 @@ def gather_objects(value: Any, group: Group | None) -> list[Any] | None:
     if group is None:
         return [value]
     values: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
-    dist.gather_object(value, values, group=group, group_dst=0)
+    run_collective(group, lambda: dist.gather_object(value, values, group=group, group_dst=0))
     return values
 
 
@@ -139,7 +141,7 @@ def broadcast_object(value: Any, group: Group | None, *, source: int = 0) -> Any
     if group is None:
         return value
     values = [value]
-    dist.broadcast_object_list(values, group=group, group_src=source)
+    run_collective(group, lambda: dist.broadcast_object_list(values, group=group, group_src=source))
     return values[0]
 
 
@@ -176,7 +178,7 @@ def _all_gather_bytes(data: bytes, length: int, group: Group) -> list[bytes]:
     """Returns every rank's `data`, padded to `length`."""
     x = torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
     out = x.new_empty(group.size() * length)
-    all_gather_single(out, x, group)
+    run_collective(group, lambda: all_gather_single(out, x, group))
     return [each.numpy().tobytes() for each in out.split(length)]
 
 

@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -41,10 +41,11 @@ from shardwise.job.rendezvous import RankAddress, call_with_timeout, read_addres
 BEAT_SECONDS = 2.0
 QUIET_BEATS = 3  # A rank is missing when this many of its beats have not come
 ANSWER_SECONDS = 5.0
+PATIENT = "patient"  # description of groups with a timeout of days, which `run_collective` ends when heartbeats stop
 
 logger = logging.getLogger("shardwise.job")
 
-_INNER = ("torch", "shardwise.comm", "transformers.utils")  # frames of these modules are skipped
+_INNER = ("torch", "shardwise.comm", "shardwise.job", "transformers.utils")  # frames of these modules are skipped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,19 +332,24 @@ def start_processes(device: torch.device, backend: str | None, timeout: datetime
     store = rendezvous(address, timeout_seconds=timeout.total_seconds())
     if device.type == "cuda" and backend != "gloo":
         check_own_cards(store, address, device)
-    dist.init_process_group(
-        backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"),
-        store=store,
-        rank=address.rank,
-        world_size=address.world_size,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" and backend in (None, "nccl") else None,
-    )
-    atexit.register(end_processes)
     try:
+        dist.init_process_group(
+            backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"),
+            store=store,
+            rank=address.rank,
+            world_size=address.world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" and backend in (None, "nccl") else None,
+        )
+    except RuntimeError as error:
+        raise MeshError(
+            f"rank {address.rank} on {socket.gethostname()} cannot connect to all other ranks",
+            why=str(error).splitlines()[0],
+            fix="open all TCP ports between the machines; if they have several networks, set GLOO_SOCKET_IFNAME",
+        ) from error
+    atexit.register(end_processes)
+    with suppress(dist.DistError):  # the rank that keeps the store has failed already
         _HEARTBEATS.append(Heartbeat(store, address, timeout_seconds=timeout.total_seconds()))
-    except dist.DistError:  # the rank that keeps the store has failed already
-        return
 
 
 _HEARTBEATS: list[Heartbeat] = []
@@ -352,6 +358,23 @@ _HEARTBEATS: list[Heartbeat] = []
 def current_heartbeat() -> Heartbeat | None:
     """Returns this rank's heartbeat; None if another library initialized the process group."""
     return _HEARTBEATS[-1] if _HEARTBEATS and dist.is_initialized() else None
+
+
+def run_collective(group: dist.ProcessGroup, collective: Callable[[], object]) -> None:
+    """Runs a collective; in a patient group raises DistError if a rank sends no heartbeat for the mesh's timeout."""
+    heartbeat, start = current_heartbeat(), time.monotonic()
+    if heartbeat is None or group.group_desc != PATIENT:
+        collective()
+        return
+
+    def check_alive() -> bool:
+        heartbeat._read_in_time()
+        heard_at = max(start, min((beat.heard_at for beat in heartbeat._heard), default=0.0))
+        if time.monotonic() - heard_at > heartbeat._timeout_seconds:
+            raise dist.DistError("a rank has sent no heartbeat for too long")
+        return True
+
+    call_with_timeout(BEAT_SECONDS, collective, check_alive)
 
 
 def end_processes(error: BaseException | None = None) -> None:

@@ -99,7 +99,7 @@ def rendezvous(address: RankAddress, *, timeout_seconds: float) -> dist.Store:
         wait_for_workers=False,
         multi_tenant=True,
     )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # between restarts, which machines count alone
     try:
         # torch retries while the host's name does not resolve or nothing listens, and hangs if another program does.
         opened = call_with_timeout(2 * timeout_seconds + STORE_SECONDS, build)
@@ -109,19 +109,19 @@ def rendezvous(address: RankAddress, *, timeout_seconds: float) -> dist.Store:
                 why="another program may listen there",
                 fix="set MASTER_PORT to a free port on every rank",
             )
-        store = dist.PrefixStore(f"shardwise/{attempt}", opened)
+        store = dist.PrefixStore(f"shardwise/{is_kept and os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", opened)
         _arrive(store, address, started, timeout_seconds)
     except dist.DistError as error:
         raise MeshError(
             f"rank {address.rank} cannot {'open' if address.hosts_store else 'reach'} the store of rank 0 at {address}",
             why=str(error).splitlines()[0],
-            fix="check that rank 0 was started, and MASTER_ADDR and MASTER_PORT; torchrun finds a free port",
+            fix="check that rank 0 was started, and MASTER_ADDR and MASTER_PORT, and that no firewall stands between",
         ) from None
     return store
 
 
-def call_with_timeout(seconds: float, work: Callable[[], Result]) -> Result | None:
-    """Returns what `work` returns or raises; None if it takes longer, and it continues in a daemon thread."""
+def call_with_timeout(seconds: float, work: Callable[[], Result], go_on: Callable[[], bool] = bool) -> Result | None:
+    """Returns what `work` returns or raises; None if, after some `seconds`, not `go_on()`: it continues in a thread."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -131,8 +131,10 @@ def call_with_timeout(seconds: float, work: Callable[[], Result]) -> Result | No
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="shardwise-call").start()
-    done, _ = wait([future], timeout=seconds)
-    return future.result() if done else None
+    while not wait([future], timeout=seconds).done:
+        if not go_on():
+            return None
+    return future.result()
 
 
 def _arrive(store: dist.Store, address: RankAddress, started: float, timeout_seconds: float) -> None:
