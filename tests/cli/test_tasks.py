@@ -8,6 +8,7 @@ import math
 import shutil
 import wave
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from shardwise.cli import training
 from shardwise.cli.check import check_run
 from shardwise.cli.data import load_tokenizer
 from shardwise.cli.main import main
+from shardwise.cli.metrics import ExampleMetrics
 from shardwise.cli.models import read_model_config
 from shardwise.cli.tasks import class_to_probe, example_rows, find_task, open_tools, read_task_records
 from shardwise.cli.training import train
@@ -33,6 +35,7 @@ from shardwise.data.documents import Documents, Record
 from shardwise.data.rows import StreamRows
 from shardwise.data.tasks import TASKS, MaskedRows, Tools, collate
 from shardwise.errors import ConfigError, LoadError
+from shardwise.mesh import Mesh
 from shardwise.ranks.spawn import spawn
 from tests.cli.test_train import config_of
 
@@ -498,7 +501,7 @@ def test_labels_are_the_models_own_in_any_letters_and_their_number_fits_its_head
     assert transformers.AutoConfig.from_pretrained(tmp_path / "out").id2label == {0: "POSITIVE", 1: "NEGATIVE"}
     write_lines(tmp_path / "d.jsonl", [*lines, {"text": "fine", "label": "neutral"}] * 4)
     del run["export"]
-    with pytest.raises(ConfigError, match=r"has 3 labels, and the model's head 2[\s\S]*model.task"):
+    with pytest.raises(ConfigError, match=r"labels are negative, neutral, positive, and the model's POS[\s\S]*model.task"):
         train(config_of(run))
 
 
@@ -754,3 +757,141 @@ def test_the_processors_of_a_new_model_are_exported_too(origin, tmp_path):
     train(config_of({**run, "model": model}))
     assert (tmp_path / "out/preprocessor_config.json").exists()
     assert transformers.AutoConfig.from_pretrained(tmp_path / "out").id2label == {0: "cat", 1: "dog"}
+
+
+def with_labels(origin, tmp_path, names, values):
+    """A classifier with classes of these names, and data with these labels."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        origin / "sequence-classification/model", id2label=dict(enumerate(names)), ignore_mismatched_sizes=True
+    )
+    model.save_pretrained(tmp_path / "model")
+    make_tokenizer(tmp_path / "model")
+    write_lines(tmp_path / "d.jsonl", [{"text": "a film", "label": value} for value in values] * 4)
+    run = run_of(origin, "sequence-classification", tmp_path, evaluation={}, steps=1)
+    data = {"path": str(tmp_path / "d.jsonl"), "seq_length": 16}
+    return {**run, "model": {"path": str(tmp_path / "model")}, "data": data}
+
+
+def indices_of(run):
+    tools = tools_of(None, run)
+    return [tools.label(None, values["label"]) for values in records_of(run)][: len(set(map(str, tools.labels)))]
+
+
+def test_names_that_are_numbers_are_names_where_all_are(origin, tmp_path):
+    names = ["1", "2", "3"]
+    assert indices_of(with_labels(origin, tmp_path, names, [1, 2, 3])) == [0, 1, 2]
+    assert indices_of(with_labels(origin, tmp_path, names, [0, 1, 2])) == [0, 1, 2]
+
+
+def test_a_trained_head_is_not_renamed(origin, tmp_path):
+    run = with_labels(origin, tmp_path, ["POSITIVE", "NEGATIVE"], ["neg", "pos"])
+    with pytest.raises(ConfigError, match=r"labels are neg, pos, and the model's POSITIVE, NEGATIVE[\s\S]*model.task"):
+        train(config_of(run))
+    run["model"]["task"] = "sequence-classification"
+    assert train(config_of(run)).step == 1
+
+
+def test_labels_of_a_run_are_those_of_its_checkpoint(origin, tmp_path, capfd):
+    run = with_labels(origin, tmp_path, ["LABEL_0", "LABEL_1", "LABEL_2"], ["x", "y", "z"])
+    run["checkpoint"] = {"dir": str(tmp_path / "saved")}
+    train(config_of(run))
+    for path, labels in {"some": ["x", "z"], "more": ["a", "x", "z"]}.items():
+        write_lines(tmp_path / f"{path}.jsonl", [{"text": "a film", "label": label} for label in labels] * 4)
+    run["data"]["path"] = run["evaluation"]["path"] = str(tmp_path / "some.jsonl")
+    assert indices_of(run)[:2] == [0, 2]
+    assert "accuracy" in training.evaluate(config_of(run))
+    run["data"]["path"] = str(tmp_path / "more.jsonl")
+    with pytest.raises(ConfigError, match="labels are a, x, z, and the model's x, y, z"):
+        training.evaluate(config_of(run))
+
+
+def test_a_best_step_is_asked_for_when_training_goes_on(origin, tmp_path, monkeypatch, capfd):
+    run = best_run(origin, tmp_path, steps=1, export=str(tmp_path / "out"))
+    without = {**run, "checkpoint": {"dir": str(tmp_path / "saved")}, "export": None}
+    monkeypatch.setattr(training, "build_evaluation", with_values([1.0]))
+    train(config_of(without))
+    monkeypatch.setattr(training, "build_evaluation", with_values([3.0, 2.0]))
+    train(config_of({**run, "steps": 3}))
+    assert "best    step 3, loss 2.0000" in capfd.readouterr().out and (tmp_path / "out/model.safetensors").exists()
+
+
+def test_patience_begins_again_where_a_run_was_changed(origin, tmp_path, monkeypatch):
+    run = best_run(origin, tmp_path)
+    run["evaluation"]["patience"] = 1
+    monkeypatch.setattr(training, "build_evaluation", with_values([2.0, 3.0]))
+    assert train(config_of(run)).step == 2
+    run["optimizer"] = {**run["optimizer"], "lr": 0.001}
+    run["checkpoint"]["change"] = ["optimizer.lr"]
+    monkeypatch.setattr(training, "build_evaluation", with_values([1.5, 1.0]))
+    assert train(config_of(run)).step == 4
+
+
+def test_passes_over_the_data_count_from_the_state_that_was_given(origin, tmp_path):
+    run = run_of(origin, "seq2seq-lm", tmp_path, evaluation={}, batch_size=2, epochs=1.0)
+    del run["steps"]
+    assert train(config_of(run)).step == 7
+    again = {**run, "log": {"dir": str(tmp_path / "again")}}
+    again["data"] = {**run["data"], "state": str(tmp_path / "seq2seq-lm/data_state.json")}
+    assert train(config_of(again)).step == 7
+
+
+def test_an_adapter_trains_every_part_of_a_head_that_is_drawn(origin, tmp_path):
+    run = run_of(origin, "ctc", tmp_path / "ctc", evaluation={}, export=str(tmp_path / "ctc/out"), steps=1)
+    run["adapter"] = {"r": 2, "target_modules": ["q_proj"]}
+    train(config_of(run))
+    assert any("lm_head" in key for key in load_file(tmp_path / "ctc/out/adapter_model.safetensors"))
+    run = run_of(origin, "sequence-classification", tmp_path, evaluation={}, export=str(tmp_path / "out"), steps=1)
+    run["model"] = {"path": str(origin / "masked-lm/model"), "task": "sequence-classification"}
+    run["adapter"] = {"r": 2, "target_modules": ["query"]}
+    train(config_of(run))
+    saved = load_file(tmp_path / "out/adapter_model.safetensors")
+    assert any("pooler" in key for key in saved) and any("classifier" in key for key in saved)
+
+
+def test_a_record_that_cannot_be_encoded_is_named(origin, tmp_path):
+    lines = [{"question": "who " * 40, "context": "a film", "answers": {"text": [], "answer_start": []}}] * 4
+    write_lines(tmp_path / "d.jsonl", lines)
+    run = run_of(origin, "question-answering", tmp_path, evaluation={})
+    run["data"] = {"path": str(tmp_path / "d.jsonl"), "seq_length": 16}
+    with pytest.raises(LoadError, match=r"the record cannot be encoded\n +at:  .*d.jsonl"):
+        train(config_of(run))
+
+
+def test_the_blank_of_ctc_is_the_tokenizers_padding(origin, tmp_path):
+    vocabulary = {token: number for number, token in enumerate(["<unk>", "|", *"abdefghilmnorstuvwy", "<pad>"])}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    letters = transformers.Wav2Vec2CTCTokenizer(str(tmp_path / "vocab.json"))
+    letters.save_pretrained(tmp_path / "letters")
+    run = run_of(origin, "ctc", tmp_path, evaluation={}, steps=1)
+    run["model"]["tokenizer"] = str(tmp_path / "letters")
+    with pytest.raises(ConfigError, match="the model's blank is 0, and the tokenizer's padding 21"):
+        train(config_of(run))
+    run["model"]["task"] = "ctc"
+    run["export"] = str(tmp_path / "out")
+    train(config_of(run))
+    exported = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert exported.pad_token_id == 21 and exported.vocab_size == len(letters)
+    metrics = ExampleMetrics(TASKS["ctc"], Tools(tokenizer=letters), None, Mesh.open("tp1"), max_new_tokens=1)
+    said, meant = (torch.tensor([letters(word)["input_ids"]]) for word in ("helo", "hello"))
+    metrics.see(SimpleNamespace(logits=torch.nn.functional.one_hot(said, 22).float()), {"labels": meant})
+    assert metrics.results() == {"wer": 1.0}
+
+
+@pytest.mark.filterwarnings("ignore:parameters are kept in bfloat16")
+def test_sound_is_heard_in_the_dtype_of_the_weights(origin, tmp_path):
+    run = run_of(origin, "ctc", tmp_path, evaluation={}, steps=1)
+    run["model"]["dtype"] = "bfloat16"
+    assert math.isfinite(train(config_of(run)).loss)
+
+
+def test_another_tokenizer_is_another_data_set(origin, tmp_path):
+    run = run_of(origin, "seq2seq-lm", tmp_path, evaluation={}, steps=1, checkpoint={"dir": str(tmp_path / "saved")})
+    train(config_of(run))
+    file = json.loads((origin / "seq2seq-lm/model/tokenizer.json").read_text())
+    words = file["model"]["vocab"]
+    words["good"], words["bad"] = words["bad"], words["good"]
+    shutil.copytree(origin / "seq2seq-lm/model", tmp_path / "other")
+    (tmp_path / "other/tokenizer.json").write_text(json.dumps(file))
+    run["model"]["tokenizer"] = str(tmp_path / "other")
+    with pytest.raises(ConfigError, match="data: was"):
+        train(config_of({**run, "steps": 2}))

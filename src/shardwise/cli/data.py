@@ -293,6 +293,13 @@ def read_tokenizer(place: str, *, option: str) -> Any:
         ) from error
 
 
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Returns a digest of a tokenizer's vocabulary and rules."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    return digest(f"{type(tokenizer).__name__} {rules}")
+
+
 def build_encoder(tokenizer: Any) -> Encoder:
     """Returns the `Encoder` of `tokenizer`. Raises `ConfigError` if the tokenizer has no end token."""
     end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
@@ -309,7 +316,5 @@ def build_encoder(tokenizer: Any) -> Encoder:
         ids: list[list[int]] = encoded["input_ids"]
         return ids
 
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
-    fingerprint = digest(f"{type(tokenizer).__name__} {rules}")
-    return Encoder(encode=encode, separator=int(end), fingerprint=fingerprint, start=tuple(start_tokens(tokenizer)))
+    fingerprint, start = tokenizer_digest(tokenizer), tuple(start_tokens(tokenizer))
+    return Encoder(encode=encode, separator=int(end), fingerprint=fingerprint, start=start)

@@ -16,7 +16,8 @@ the prompt is read from standard input. MODEL is a model directory, a hub id, or
 
   shardwise generate path/or/hub-id --prompt "def add(a, b):"
   shardwise generate runs/first/model --chat --prompt "What is 2+2?" --layout tp2 --temperature 0.7
-  shardwise generate runs/first/checkpoints --tokenizer path/or/hub-id --adapter runs/lora/model < question.txt
+  shardwise generate runs/first/checkpoints --tokenizer path/or/hub-id < question.txt
+  shardwise generate path/or/hub-id --adapter runs/lora/model --prompt "What is 2+2?" --chat
 """
 
 
@@ -56,6 +57,7 @@ def _generate(arguments: argparse.Namespace, shape: MeshShape) -> None:
     from transformers import TextStreamer
 
     from shardwise.api.building import load_by_spec
+    from shardwise.api.checkpoints import holds_all
     from shardwise.checkpoint.load import open_on_all_ranks
     from shardwise.checkpoint.store import find_tags
     from shardwise.cli.data import read_tokenizer
@@ -70,6 +72,9 @@ def _generate(arguments: argparse.Namespace, shape: MeshShape) -> None:
         stored, source = None, arguments.model
         if is_checkpoint:
             stored = open_on_all_ranks(place, None, mesh)
+            if arguments.adapter is not None or not holds_all(stored):
+                fix = f"shardwise convert {place} --adapter --to hf OUT; shardwise generate BASE --adapter OUT"
+                raise ConfigError(f"{place} holds checkpoints of an adapter, or gets one", fix=fix)
             source = read_config(stored.directory / "config.json", {})[0]
         model: Any = load_by_spec(
             source,

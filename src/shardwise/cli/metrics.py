@@ -141,7 +141,9 @@ class ExampleMetrics:
             kept = [token for token, _ in itertools.groupby(ids) if token != tokenizer.pad_token_id]
             meant = [token for token in target if token != IGNORED]
             if meant:
-                said, text = (tokenizer.decode(each, skip_special_tokens=True) for each in (kept, meant))
+                # The tokenizer of CTC would take equal letters for one again.
+                ungrouped = {"group_tokens": False} if hasattr(tokenizer, "word_delimiter_token") else {}
+                said, text = (tokenizer.decode(each, skip_special_tokens=True, **ungrouped) for each in (kept, meant))
                 self._seen.append((said, text))
 
     def _see_texts(self, batch: Mapping[str, Tensor]) -> None:

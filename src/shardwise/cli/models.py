@@ -59,6 +59,8 @@ def build_model(
     if source.path is not None and TASKS[find_task(config)].metrics == "classes":
         labels = {name: getattr(model_config, name) for name in ("id2label", "label2id", "problem_type")}
         options |= {key: value for key, value in labels.items() if value}
+    if source.path is not None and source.task == "ctc":
+        options |= {"vocab_size": model_config.vocab_size, "pad_token_id": model_config.pad_token_id}
     new = load_options(config, model_config)
     options |= {**new, "allow_missing": (*source.allow_missing, *new.get("allow_missing", ()))}
     model: torch.nn.Module = load_by_spec(

@@ -4,8 +4,9 @@ import argparse
 import html
 import io
 import json
+import math
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         fix = "name the log directory of a run"
         raise LoadError(f"{directory} holds no train.jsonl", why=error.strerror, fix=fix) from error
-    records = [json.loads(line) for line in lines]
+    records = []
+    for line in lines:
+        with suppress(ValueError):  # the last one of a run that goes on may be torn
+            records.append(json.loads(line))
     if not records:
         raise LoadError(f"{directory}/train.jsonl is empty", why="the run has taken no step yet")
     out.write_text(draw_report(directory, records, read_config(directory / "config.yaml")), encoding="utf-8")
@@ -67,7 +71,7 @@ def draw_report(directory: Path, records: Sequence[Mapping[str, Any]], config: T
     parts = [f'<div class="charts">{"".join(charts)}</div>']
     if held_out:
         names = [name for name in held_out[-1] if name.startswith("eval_")]
-        rows = [[each["step"], *(f"{each[name]:.4f}" for name in names)] for each in held_out]
+        rows = [[each["step"], *(f"{each.get(name, math.nan):.4f}" for name in names)] for each in held_out]
         parts.append("<h2>Held out</h2>" + _table(["step", *(name.removeprefix("eval_") for name in names)], rows))
     memory = directory / "ranks.json"
     used = json.loads(memory.read_text(encoding="utf-8"))["memory_bytes"] if memory.exists() else []

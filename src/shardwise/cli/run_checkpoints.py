@@ -152,21 +152,25 @@ class BestStep:
     The values are the same on every rank.
 
     Args:
-        saved: the `state_dict` of the run that resumes; None for a new one.
+        saved: the run that resumes; None for a new one.
 
     Attributes:
         is_over: whether the last evaluations were no better than the best before them, as `evaluation.patience` says.
     """
 
     def __init__(
-        self, config: TrainConfig, model: torch.nn.Module, console: Console, *, saved: Mapping[str, Any] | None
+        self, config: TrainConfig, model: torch.nn.Module, console: Console, *, saved: "SavedRun | None"
     ) -> None:
         self._metric, self._patience = config.evaluation.metric, config.evaluation.patience
         self._model, self._console = model, console
         self._directory = Path(config.checkpoint.dir or ".") / "best" if config.checkpoint.best else None
-        known = saved if saved is not None and saved["metric"] == self._metric else {}
+        measured = config.evaluation
+        self._about = [measured.metric, str(measured.path), measured.max_batches, config.checkpoint.best]
+        known = {} if saved is None else saved.extra.get("best") or {}
+        known = known if known.get("about") == self._about else {}
         self._value: float | None = known.get("value")
-        self._num_worse: int = known.get("num_worse", 0)
+        others = () if saved is None else {*saved.changed} - {"steps", "epochs"}
+        self._num_worse: int = 0 if others else known.get("num_worse", 0)  # with other settings it may get better
 
     @property
     def is_over(self) -> bool:
@@ -175,7 +179,7 @@ class BestStep:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a run that resumes needs, as JSON."""
-        return {"metric": self._metric, "value": self._value, "num_worse": self._num_worse}
+        return {"about": self._about, "value": self._value, "num_worse": self._num_worse}
 
     def after_evaluation(self, record: StepRecord) -> bool:
         """Keeps the step if it is the best so far; returns whether the run should end.

@@ -1,6 +1,7 @@
 """The task of a run: its model class, its labels, and what turns records into examples."""
 
 import copy
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +12,8 @@ import numpy as np
 import torch
 import transformers
 
-from shardwise.cli.data import read_records
+from shardwise.checkpoint.store import find_tag, find_tags
+from shardwise.cli.data import read_records, tokenizer_digest
 from shardwise.data.config import SourceConfig, WeightedSource, sources_of
 from shardwise.data.corpus import digest
 from shardwise.data.documents import Record
@@ -70,13 +72,20 @@ _ADAPTED = {
 def adapter_options(config: TrainConfig) -> dict[str, Any]:
     """Returns PEFT's `task_type` of the run's task; where it has none, the head as modules that are trained whole."""
     name = find_task(config)
-    if name in _ADAPTED:
-        return {"task_type": _ADAPTED[name]}
+    kind = {"task_type": _ADAPTED[name]} if name in _ADAPTED else {}
+    if name == "causal-lm" or (kind and config.model.task is None):
+        return kind
     model_config = read_config(config.model.path or config.model.config or {}, {})[0]
     model = _meta_model(getattr(transformers, TASKS[name].auto_class), model_config)
-    tied = {key.partition(".")[0] for key in getattr(model, "all_tied_weights_keys", None) or ()}
-    heads = [child for child, _ in model.named_children() if child not in (model.base_model_prefix, *tied)]
-    return {"modules_to_save": heads or None}
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    heads = {each.rpartition(".")[0] for each in _head_of(model) if each not in tied and each not in tied.values()}
+    return {**kind, "modules_to_save": sorted(heads) or None}
+
+
+def _head_of(model: Any) -> list[str]:
+    """Returns the names of the parameters outside of the body, and of its pooler, which only some heads have."""
+    body = f"{model.base_model_prefix}."
+    return [name for name, _ in model.named_parameters() if not name.startswith(body) or ".pooler." in name]
 
 
 def _meta_model(auto_class: Any, model_config: Any) -> Any:
@@ -96,29 +105,35 @@ def load_options(config: TrainConfig, model_config: Any) -> dict[str, Any]:
     if type(model_config) not in class_of(config)._model_mapping:
         return {}
     model = _meta_model(class_of(config), model_config)
-    body = f"{model.base_model_prefix}."
-    new = [name for name, _ in model.named_parameters() if not name.startswith(body) or ".pooler." in name]
-    return {"allow_missing": new, "ignore_mismatched_sizes": True}
+    return {"allow_missing": _head_of(model), "ignore_mismatched_sizes": True}
 
 
 def open_tools(config: TrainConfig, model_config: Any, tokenizer: Any) -> tuple[Tools, Any]:
     """Returns what turns the run's records into examples, and the model's config with the labels of the data."""
     name = find_task(config)
     task = TASKS[name]
-    place = str(config.model.tokenizer or config.model.path)
+    places = [place for place in (config.model.tokenizer, config.model.path) if place is not None]
+    images = _load(transformers.AutoImageProcessor, places) if "images" in task.needs else None
+    audio = _load(transformers.AutoFeatureExtractor, places) if "audio" in task.needs else None
+    processor = _load(transformers.AutoProcessor, places) if "processor" in task.needs else None
+    made = [each.to_dict() for each in (images, audio, processor) if each is not None]
     tools = Tools(
         tokenizer=tokenizer,
-        images=_load(transformers.AutoImageProcessor, place) if "images" in task.needs else None,
-        audio=_load(transformers.AutoFeatureExtractor, place) if "audio" in task.needs else None,
-        processor=_load(transformers.AutoProcessor, place) if "processor" in task.needs else None,
-        seq_length=config.data.seq_length,
+        images=images,
+        audio=audio,
+        processor=processor,
+        seq_length=min(config.data.seq_length, getattr(model_config, "max_target_positions", None) or 2**30),
+        dtype=getattr(torch, config.model.dtype),
+        fingerprint=digest(made, "" if tokenizer is None else tokenizer_digest(tokenizer)),
         start_token=getattr(model_config, "decoder_start_token_id", None) if "audio" in task.needs else None,
     )
     if tools.processor is not None and config.data.chat_template is not None:
         tools.processor.chat_template = tokenizer.chat_template
+    if task.metrics == "frames":
+        _set_blank(config, model_config, tokenizer)
     if task.metrics != "classes":
         return tools, model_config
-    labels = _find_labels(config, task, model_config)
+    labels, is_numbered = _find_labels(config, task, model_config)
     size = max(1, len(labels))
     if config.model.path is not None and config.model.task is None and model_config.num_labels != size:
         raise ConfigError(
@@ -127,7 +142,19 @@ def open_tools(config: TrainConfig, model_config: Any, tokenizer: Any) -> tuple[
             fix=f"set model.task: {name} to train a new head",
         )
     _set_labels(model_config, labels)
-    return replace(tools, labels=labels), model_config
+    return replace(tools, labels=labels, is_numbered=is_numbered), model_config
+
+
+def _set_blank(config: TrainConfig, model_config: Any, tokenizer: Any) -> None:
+    """Makes the tokenizer's padding the blank of a new head; raises `ConfigError` if a trained one has another."""
+    if config.model.task is not None:
+        model_config.vocab_size, model_config.pad_token_id = len(tokenizer), tokenizer.pad_token_id
+    elif model_config.pad_token_id != tokenizer.pad_token_id:
+        raise ConfigError(
+            f"the model's blank is {model_config.pad_token_id}, and the tokenizer's padding {tokenizer.pad_token_id}",
+            why="CTC takes the config's pad_token_id for its blank",
+            fix="use the model's own tokenizer, or set model.task: ctc to train a new head",
+        )
 
 
 def _set_labels(model_config: Any, labels: Sequence[str]) -> None:
@@ -136,9 +163,20 @@ def _set_labels(model_config: Any, labels: Sequence[str]) -> None:
     model_config.problem_type = "single_label_classification" if labels else "regression"
 
 
-def _find_labels(config: TrainConfig, task: Task, model_config: Any) -> tuple[str, ...]:
-    """Returns the names of the classes by index: the model's own where it has those of the data, else the data's.
+def _saved_labels(config: TrainConfig) -> dict[str, str]:
+    """Returns id2label of the run's newest checkpoint; empty if there is none."""
+    directory = Path(config.checkpoint.dir or "")
+    tags = find_tags(directory) if config.checkpoint.dir is not None and directory.is_dir() else {}
+    if not tags:
+        return {}
+    path = find_tag(directory, None) / "config.json"
+    return dict(json.loads(path.read_text(encoding="utf-8")).get("id2label") or {}) if path.is_file() else {}
 
+
+def _find_labels(config: TrainConfig, task: Task, model_config: Any) -> tuple[tuple[str, ...], bool]:
+    """Returns the names of the classes by index, and whether the data has their numbers.
+
+    They are the model's own, or those of the run's checkpoint, where these have what the data says, else the data's.
     Numbers that are not all whole are no classes, and those for a head of one number.
     """
     column, found = task.columns[-1], set()
@@ -149,20 +187,26 @@ def _find_labels(config: TrainConfig, task: Task, model_config: Any) -> tuple[st
                 raise LoadError("the label is empty", at=record.place, fix="leave the record out")
             found.update(value if isinstance(value, list) else [value])
     texts = {str(value) for value in found}
-    own = tuple(str(name) for _, name in sorted((model_config.id2label or {}).items()))
+    saved = {int(number): name for number, name in _saved_labels(config).items()}
+    own = tuple(str(name) for _, name in sorted((saved or model_config.id2label or {}).items()))
+    if all(find_label(own, text) is not None for text in texts):
+        return own, False
     if all(_is_number(text) for text in texts):
         is_whole = all(text.isdecimal() for text in texts)
         if column == "label" and (not is_whole or (config.model.task is None and len(own) == 1)):
-            return ()
+            return (), False
         if not is_whole:
             raise LoadError(f"labels such as {min(texts)} are no classes", fix="number classes from 0, or name them")
         most = max(map(int, texts))
-        return own if most < len(own) else tuple(f"LABEL_{number}" for number in range(most + 1))
-    if all(find_label(own, text) is not None for text in texts):
-        return own
+        return (own if most < len(own) else tuple(f"LABEL_{number}" for number in range(most + 1))), True
+    if saved or (config.model.path is not None and config.model.task is None and not own[0].startswith("LABEL_")):
+        raise ConfigError(
+            f"the data's labels are {', '.join(sorted(texts)[:12])}, and the model's {', '.join(own[:12])}",
+            fix="write the model's labels or their numbers, or set model.task to train a new head",
+        )
     if len(texts) > _MOST_LABELS:
         raise LoadError(f"the data has {len(texts):,} labels", why="a class has one", fix="name the label's column")
-    return tuple(sorted(texts))
+    return tuple(sorted(texts)), False
 
 
 def _is_number(text: str) -> bool:
@@ -179,7 +223,7 @@ def read_task_records(source: SourceConfig, task: Task) -> tuple[list[Record], s
     path = Path(source.path) if source.path is not None else None
     medium = next((column for column in task.columns if column in ("image", "audio")), None)
     if path is not None and path.is_dir() and medium is not None and source.include is None:
-        has_table = any(is_table(file) for file in path.rglob("*"))
+        has_table = any(is_table(file) and file.suffix != ".json" for file in path.rglob("*"))
         files = [] if has_table else sorted(file for file in path.glob("*/*") if file.suffix.lower() in _MEDIA)
         if files:
             names = [(str(file.relative_to(path)), file.stat().st_size) for file in files]
@@ -197,8 +241,8 @@ def example_rows(sources: Sequence[SourceConfig], task: Task, tools: Tools) -> E
         own, fingerprint = read_task_records(source, task)
         weight = source.weight if isinstance(source, WeightedSource) else 1.0
         order = np.random.default_rng(0).permutation(len(own)).tolist()  # the files of a class follow each other
-        records += [own[order[number % len(own)]] for number in range(round(weight * len(own)))]
-        fingerprints.append((fingerprint, weight))
+        records += [own[order[number % len(own)]] for number in range(max(1, round(weight * len(own))))]
+        fingerprints.append((fingerprint, weight, source.columns))
     if task.metrics == "classes":  # a label that the model does not know would end the run when its row comes
         for record in records:
             value = column_of(record, task.columns[-1])
@@ -210,12 +254,16 @@ def example_rows(sources: Sequence[SourceConfig], task: Task, tools: Tools) -> E
     return ExampleRows(records, task.encode, tools, fingerprint=repr(fingerprints), paddings=paddings)
 
 
-def _load(auto_class: Any, place: str) -> Any:
-    try:
-        return auto_class.from_pretrained(place)
-    except Exception as error:  # a damaged file raises errors of many kinds
-        raise ConfigError(
-            f"{auto_class.__name__} cannot load from {place!r}",
-            why=one_line(error),
-            fix="put the model's preprocessor_config.json there, or name another place with model.tokenizer",
-        ) from error
+def _load(auto_class: Any, places: Sequence[str]) -> Any:
+    """Returns a processor from the first place that has one."""
+    errors = []
+    for place in places:
+        try:
+            return auto_class.from_pretrained(place)
+        except Exception as error:  # noqa: BLE001 - a damaged file raises errors of many kinds
+            errors.append(error)
+    raise ConfigError(
+        f"{auto_class.__name__} cannot load from {' or '.join(map(repr, places))}",
+        why="\n".join(map(one_line, errors)),
+        fix="put the model's preprocessor_config.json there, or name another place with model.tokenizer",
+    )

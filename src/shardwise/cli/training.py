@@ -254,9 +254,10 @@ def train(config: TrainConfig) -> StepRecord | None:
         np.random.seed(seed % 2**32)
         random.seed(seed)
         optimizer = make_optimizer(config.optimizer, model)
+        num_before = batches.num_batches_read  # by the run of data.state
         num_done = 0 if saved is None else saved.resume(model, optimizer, batches)
         if config.epochs is not None:
-            config = count_steps(config, batches, num_done=num_done)
+            config = count_steps(config, batches, num_done=num_done, num_before=num_before)
             run = dataclasses.replace(run, config=config)
         ahead = PrefetchLoader(batches, mesh.device)
         parts = run.build_components(model, optimizer, ahead, num_done=num_done)
@@ -265,7 +266,7 @@ def train(config: TrainConfig) -> StepRecord | None:
                 check_place(config.export, num_bytes=export_bytes(model))
             reporters = run.open_reporters(open_logs, batches.rows.notes(), num_done=num_done if saved else None)
         run.print_head(model, batches, num_done)
-        best = BestStep(config, model, run.console, saved=None if saved is None else saved.extra.get("best"))
+        best = BestStep(config, model, run.console, saved=saved)
         parts = dataclasses.replace(parts, after_evaluation=best.after_evaluation)
         with RunCheckpoints(config.checkpoint, model, optimizer, batches=ahead, run=settings, best=best) as checkpoints:
             record = run_loop(
@@ -515,12 +516,12 @@ class _Run:
             ) from error
 
 
-def count_steps(config: TrainConfig, batches: PackedBatches, *, num_done: int) -> TrainConfig:
+def count_steps(config: TrainConfig, batches: PackedBatches, *, num_done: int, num_before: int) -> TrainConfig:
     """Returns the configuration with the steps that `epochs` passes over the data take, `num_done` of which have read
-    `batches` so far.
+    `batches` so far, beside `num_before` batches of an earlier run.
     """
     assert config.epochs is not None
-    left = round(config.epochs * batches.num_rows / config.batch_size) - batches.num_batches_read
+    left = round(config.epochs * batches.num_rows / config.batch_size) - (batches.num_batches_read - num_before)
     steps = max(1, num_done + max(0, left))
     config = dataclasses.replace(config, steps=steps, epochs=None)
     if problems := check_config(config):

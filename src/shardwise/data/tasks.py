@@ -17,7 +17,7 @@ from shardwise.data.corpus import digest
 from shardwise.data.documents import Record
 from shardwise.data.messages import read_messages
 from shardwise.data.rows import Rows
-from shardwise.errors import ConfigError, LoadError, counted, did_you_mean
+from shardwise.errors import ConfigError, LoadError, ShardwiseError, counted, did_you_mean, one_line
 
 Example = dict[str, Any]
 _MULTIPLE = 8  # rows of text are padded to a multiple of this
@@ -32,7 +32,10 @@ class Tools:
         processor: of a model that reads text with images.
         labels: the names of the classes, by index; empty for numbers.
         seq_length: most tokens of a text; longer ones are truncated.
+        is_numbered: whether the data names classes by their numbers.
         start_token: id that the model itself puts before labels; None: none.
+        dtype: of images and sound.
+        fingerprint: changes with the tokenizer and the processors.
     """
 
     tokenizer: Any = None
@@ -40,8 +43,11 @@ class Tools:
     audio: Any = None
     processor: Any = None
     labels: tuple[str, ...] = ()
+    is_numbered: bool = False
     seq_length: int = 512
     start_token: int | None = None
+    dtype: torch.dtype = torch.float32
+    fingerprint: str = ""
 
     def label(self, record: Record, value: Any) -> int | float:
         """Returns the index of a class by its name or number; a number where there are no classes."""
@@ -50,21 +56,22 @@ class Tools:
                 return float(value)
             except (TypeError, ValueError) as error:
                 raise LoadError(f"the label {value!r} is no number", at=record.place) from error
-        number = find_label(self.labels, value)
+        number = find_label(self.labels, value, is_numbered=self.is_numbered)
         if number is None:
             known = ", ".join(self.labels[:12])
             raise LoadError(f"the label {value!r} is none of the model's", at=record.place, why=f"they are {known}")
         return number
 
 
-def find_label(labels: Sequence[str], value: Any) -> int | None:
-    """Returns the index of a class: of its name, of its name in other letters, or its number; None if there is none."""
-    if str(value) in labels:
-        return labels.index(str(value))
+def find_label(labels: Sequence[str], value: Any, *, is_numbered: bool = False) -> int | None:
+    """Returns the index of a class by its number, or by its name, maybe in other letters; None if there is none."""
+    text = str(value)
+    if is_numbered:
+        return int(text) if text.isdecimal() and int(text) < len(labels) else None
     lower = [label.lower() for label in labels]
-    if lower.count(str(value).lower()) == 1:
-        return lower.index(str(value).lower())
-    return int(value) if str(value).isdecimal() and int(value) < len(labels) else None
+    if text not in labels and lower.count(text.lower()) == 1:
+        return lower.index(text.lower())
+    return labels.index(text) if text in labels else None
 
 
 def column_of(record: Record, column: str) -> Any:
@@ -140,7 +147,8 @@ def _encode_sound(record: Record, tools: Tools) -> Example:
 
 
 def _encode_speech(record: Record, tools: Tools) -> Example:
-    labels = tools.tokenizer(str(column_of(record, "text")))["input_ids"]
+    text = str(column_of(record, "text"))
+    labels = tools.tokenizer(text, truncation=True, max_length=tools.seq_length)["input_ids"]
     starts = tools.start_token is not None and labels[:1] == [tools.start_token]  # the model puts it there itself
     return {**_hear(record, tools), "labels": labels[1:] if starts else labels}
 
@@ -309,12 +317,12 @@ class ExampleRows:
     ) -> None:
         self.num_rows, self.num_tokens, self.seq_length = len(records), 0, tools.seq_length
         self._records, self._encode, self._tools, self._paddings = records, encode, tools, paddings
-        self._digest = digest("examples", fingerprint, list(tools.labels), tools.seq_length)
+        self._digest = digest("examples", fingerprint, tools.fingerprint, list(tools.labels), tools.seq_length)
         self._lengths: dict[int, int] = {}
         if not records:
             raise LoadError("the data holds no records", at="data")
         is_raw = tools.audio is not None and "input_values" in tools.audio.model_input_names
-        self._hears = is_raw and np.ndim(encode(records[0], tools)["input_values"]) == 1  # samples, not frames
+        self._hears = is_raw and np.ndim(self._encoded(0)["input_values"]) == 1  # samples, not frames
 
     def width(self, batch: Sequence[int]) -> int:
         """Returns the length of the longest text or sound of a batch; 0 where lengths change nothing.
@@ -328,14 +336,25 @@ class ExampleRows:
             return 0
         for row in batch:
             if row not in self._lengths:
-                record = self._records[row]
-                self._lengths[row] = len(hear(record, tools) if hears else self._encode(record, tools)["input_ids"])
+                sound = hear(self._records[row], tools) if hears else ()
+                self._lengths[row] = len(sound if hears else self._encoded(row)["input_ids"])
         longest = max(self._lengths[row] for row in batch)
         return longest if hears else -(-longest // _MULTIPLE) * _MULTIPLE
 
     def read(self, rows: Sequence[int], *, width: int, turn: int = 0) -> dict[str, Tensor]:
         """Returns the inputs and labels of rows."""
-        return collate([self._encode(self._records[row], self._tools) for row in rows], self._paddings, width=width)
+        batch = collate([self._encoded(row) for row in rows], self._paddings, width=width)
+        own = {name: value.to(self._tools.dtype) for name, value in batch.items() if value.is_floating_point()}
+        return batch | {name: value for name, value in own.items() if name != "labels"}
+
+    def _encoded(self, row: int) -> Example:
+        record = self._records[row]
+        try:
+            return self._encode(record, self._tools)
+        except ShardwiseError:
+            raise
+        except Exception as error:  # of many kinds: a tokenizer's, a processor's
+            raise LoadError("the record cannot be encoded", at=record.place, why=one_line(error)) from error
 
     def identity(self) -> dict[str, int]:
         """Returns the number of rows, and a checksum of what they are made of."""

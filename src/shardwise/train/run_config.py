@@ -270,6 +270,8 @@ def lr_factor(schedule: ScheduleConfig, *, step: int, num_steps: int) -> float:
 
 def _check_checkpoint(config: TrainConfig) -> Iterator[Problem]:
     checkpoint = config.checkpoint
+    if checkpoint.best and config.evaluation.path is None:
+        yield Problem("checkpoint.best", "needs held-out data", "name evaluation.path")
     if checkpoint.dir is None and checkpoint != CheckpointConfig():
         yield Problem("checkpoint.dir", "is missing", "the other keys of checkpoint need it")
 
@@ -332,7 +334,7 @@ def _check_layout(config: TrainConfig) -> Iterator[Problem]:
 
 def _check_pipeline(config: TrainConfig, shape: MeshShape) -> Iterator[Problem]:
     chosen, timed = config.pipeline, config.log.timeline
-    if timed is not None and (shape.pp_size == 1 or timed > config.steps):
+    if timed is not None and (shape.pp_size == 1 or (config.epochs is None and timed > config.steps)):
         why = (
             f"the run has {counted(config.steps, 'step')}"
             if shape.pp_size > 1
