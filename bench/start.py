@@ -106,7 +106,7 @@ def main() -> int:
         run = write_run(Path(made))
         saved = Path(made, "checkpoints")  # which `inspect` reads
         measure([*shardwise, "train", str(run), f"checkpoint.dir={saved}"])
-        verbs = dict(list(verbs_of(run).items())[: 4 if arguments.quick else None])
+        verbs = dict(list(verbs_of(run).items())[: 2 if arguments.quick else None])
         pairs: dict[str, list[tuple[tuple[float, float], tuple[float, float]]]] = {name: [] for name in verbs}
         for number in range(arguments.rounds + (not arguments.quick)):
             with console.status(f"round {number} of {arguments.rounds}"):
@@ -135,7 +135,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="how often each verb runs (default: %(default)s)")
     parser.add_argument(
-        "--quick", action="store_true", help="one round, of verbs without ranks; its ratios mean nothing"
+        "--quick", action="store_true", help="one round, of verbs without torch; its ratios mean nothing"
     )
     parser.add_argument("--json", metavar="FILE", help="write the results there too")
     arguments = parser.parse_args()

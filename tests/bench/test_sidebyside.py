@@ -83,5 +83,5 @@ def test_contenders_on_one_card_are_rows_whatever_becomes_of_them(run):
 
 def test_starts_are_compared_with_an_import(run):
     found = run("start")
-    assert list(found["verbs"]) == ["--help", "inspect", "check", "plan"]
+    assert list(found["verbs"]) == ["--help", "inspect"]
     assert all(seen[kind]["median"] > 0 for seen in found["verbs"].values() for kind in ("time", "busy"))
