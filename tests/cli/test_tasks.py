@@ -501,7 +501,7 @@ def test_labels_are_the_models_own_in_any_letters_and_their_number_fits_its_head
     assert transformers.AutoConfig.from_pretrained(tmp_path / "out").id2label == {0: "POSITIVE", 1: "NEGATIVE"}
     write_lines(tmp_path / "d.jsonl", [*lines, {"text": "fine", "label": "neutral"}] * 4)
     del run["export"]
-    with pytest.raises(ConfigError, match=r"labels are negative, neutral, positive, and the model's POS[\s\S]*model.task"):
+    with pytest.raises(ConfigError, match=r"labels are negative, neutral, positive, and the model's POS"):
         train(config_of(run))
 
 
