@@ -54,6 +54,7 @@ def write_run(directory: Path) -> Path:
     run = {
         "model": {"config": MODEL, "tokenizer": str(directory / "tokenizer")},
         "data": {"path": str(directory / "corpus"), "seq_length": 32},
+        "log": {"dir": str(directory / "log")},
         "steps": 1,
     }
     path = directory / "run.yaml"
