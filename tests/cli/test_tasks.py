@@ -32,8 +32,8 @@ from shardwise.cli.training import train
 from shardwise.data.ahead import PackedBatches
 from shardwise.data.config import held_out
 from shardwise.data.documents import Documents, Record
-from shardwise.data.rows import StreamRows
-from shardwise.data.tasks import TASKS, MaskedRows, Tools, collate
+from shardwise.data.rows import MaskedRows, StreamRows
+from shardwise.data.tasks import TASKS, Tools, collate
 from shardwise.errors import ConfigError, LoadError
 from shardwise.mesh import Mesh
 from shardwise.ranks.spawn import spawn

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from bench.onecard.reads import ReadCount
-from shardwise.cli.training import JsonlLog, Screen, TensorBoardLog
+from shardwise.cli.logs import JsonlLog, Screen, TensorBoardLog
 from shardwise.errors import BatchError, GradientError
 from shardwise.optim.gradients import HostCopy
 from shardwise.train.loop import StepRecord, TrainingComponents, run_loop

@@ -1,6 +1,5 @@
 """The tokenizer and the rows of a run: tokenized once per machine, cached, and opened by every rank."""
 
-import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -31,8 +30,7 @@ from shardwise.data.documents import (
     write_documents,
 )
 from shardwise.data.examples import build_example_encoder, encode_examples, start_tokens
-from shardwise.data.rows import DocumentMasking, DocumentRows, MixedRows, Rows, StreamRows
-from shardwise.data.tasks import MaskedRows
+from shardwise.data.rows import DocumentMasking, DocumentRows, MaskedRows, MixedRows, Rows, StreamRows
 from shardwise.errors import ConfigError, LoadError, counted, did_you_mean, one_line
 from shardwise.train.run_config import Problem, TrainConfig
 from shardwise.weights.locate import locate_source
@@ -65,49 +63,19 @@ def prepare_rows(
     paths: list[Path] = []
 
     def tokenize() -> None:
-        for source in sources_of(data):
-            documents = _open_documents(source, tokenizer)
-            paths.append(path := documents_path(directory, *documents.fingerprints))
-            try:
-                if path.exists():
-                    read_documents(path, verify=True)
-                    continue
-            except LoadError as error:
-                logger.warning("%s (%s); it is written again", error.summary, error.why)
-            if not console.is_terminal:
-                console.print("tokenizing ...")
-            with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-                task = bar.add_task(f"tokenizing {source.path or source.dataset}", total=documents.size or None)
-                num_targets = write_documents(path, documents.read(functools.partial(_move, bar, task)))
-            written = read_documents(path)
-            parts = f"{len(written.ends):,} documents, {len(written.tokens):,} tokens, {num_targets:,} of them learned"
-            console.print(f"tokens  {documents.name}: {parts}")
+        paths.extend(_tokenize(source, tokenizer, directory, console) for source in sources_of(data))
 
     def read() -> tuple[Rows, dict[str, str]]:
         # The other ranks open the source afterwards: by then a data set of the hub has been downloaded once.
-        sources = sources_of(data)
         found = paths or [
-            documents_path(directory, *_open_documents(source, tokenizer).fingerprints) for source in sources
+            documents_path(directory, *_open_documents(source, tokenizer).fingerprints) for source in sources_of(data)
         ]
-        parts = [make(read_documents(path)) for path in found]
-        weights = [source.weight for source in data.sources]
-        rows: Rows = MixedRows(parts, weights) if data.sources else parts[0]
+        parts = [_make_rows(read_documents(path), data, tokenizer, apart=apart, dtype=dtype) for path in found]
+        rows: Rows = MixedRows(parts, [source.weight for source in data.sources]) if data.sources else parts[0]
         if masks:
             kept, mask = tokenizer.all_special_ids, tokenizer.mask_token_id
             rows = MaskedRows(rows, mask=mask, num_tokens=len(tokenizer), kept=kept, seed=config.seed)
         return rows, {f"the {key} of the rows": str(value) for key, value in rows.identity().items()}
-
-    def make(documents: Documents) -> StreamRows | DocumentRows:
-        if rows_of(data) == "stream":
-            return StreamRows(documents, seq_length=data.seq_length)
-        return DocumentRows(
-            documents,
-            seq_length=data.seq_length,
-            too_long=data.too_long,
-            apart=apart,
-            padding=build_encoder(tokenizer).separator if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-            dtype=dtype,
-        )
 
     run_on_local_rank_0(tokenize, local_rank=local_rank())
     return agree_on(
@@ -119,8 +87,40 @@ def prepare_rows(
     )
 
 
-def _move(bar: Progress, task: Any, done: int) -> None:
-    bar.update(task, completed=done)
+def _tokenize(source: SourceConfig, tokenizer: Any, directory: Path, console: Console) -> Path:
+    """Writes the documents of a source, unless a sound file of them exists; returns its path."""
+    documents = _open_documents(source, tokenizer)
+    path = documents_path(directory, *documents.fingerprints)
+    try:
+        if path.exists():
+            read_documents(path, verify=True)
+            return path
+    except LoadError as error:
+        logger.warning("%s (%s); it is written again", error.summary, error.why)
+    if not console.is_terminal:
+        console.print("tokenizing ...")
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(f"tokenizing {source.path or source.dataset}", total=documents.size or None)
+        num_targets = write_documents(path, documents.read(lambda done: bar.update(task, completed=done)))
+    written = read_documents(path)
+    parts = f"{len(written.ends):,} documents, {len(written.tokens):,} tokens, {num_targets:,} of them learned"
+    console.print(f"tokens  {documents.name}: {parts}")
+    return path
+
+
+def _make_rows(
+    documents: Documents, data: DataConfig, tokenizer: Any, *, apart: DocumentMasking, dtype: torch.dtype
+) -> StreamRows | DocumentRows:
+    if rows_of(data) == "stream":
+        return StreamRows(documents, seq_length=data.seq_length)
+    return DocumentRows(
+        documents,
+        seq_length=data.seq_length,
+        too_long=data.too_long,
+        apart=apart,
+        padding=build_encoder(tokenizer).separator if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        dtype=dtype,
+    )
 
 
 def check_records(config: TrainConfig, tokenizer: Any) -> list[Problem]:

@@ -79,18 +79,25 @@ def launch(
     return 1
 
 
+def run_as_rank(body: Callable[[], None]) -> bool:
+    """Runs `body` if a launcher has started this process as a rank; returns whether it has."""
+    exit_on_terminate()
+    read_slurm_environment()
+    set_gpu_defaults()
+    if not is_rank():
+        return False
+    end_with_launcher()
+    with record_failures():
+        body()
+    return True
+
+
 def run_ranks(words: Sequence[str], body: Callable[[], None], *, num_ranks: int, show_traceback: bool) -> int:
     """Runs `body` on every rank, which runs `shardwise WORDS`; on one rank, and under a launcher, in this process.
 
     Returns the exit code.
     """
-    exit_on_terminate()
-    read_slurm_environment()
-    set_gpu_defaults()
-    if is_rank():
-        end_with_launcher()
-        with record_failures():
-            body()
+    if run_as_rank(body):
         return 0
     if num_ranks > 1:
         return launch(words, num_ranks=num_ranks, show_traceback=show_traceback)

@@ -7,17 +7,8 @@ from pathlib import Path
 
 from shardwise.cli.check import check_run
 from shardwise.cli.config_file import config_error, read_config
-from shardwise.cli.launch import (
-    SECONDS_TO_SHUT_DOWN,
-    end_with_launcher,
-    exit_on_terminate,
-    is_rank,
-    launch,
-    prepare,
-    record_failures,
-)
+from shardwise.cli.launch import SECONDS_TO_SHUT_DOWN, launch, prepare, run_as_rank
 from shardwise.errors import ConfigError
-from shardwise.job.environment import read_slurm_environment, set_gpu_defaults
 from shardwise.topology.shape import MeshShape, describe_crossing
 from shardwise.train.run_config import TrainConfig
 
@@ -72,15 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
-    exit_on_terminate()
-    read_slurm_environment()
-    set_gpu_defaults()
-    if is_rank():
-        end_with_launcher()
-        with record_failures():
-            config = _read(arguments)
-            _warn_of_crossing(config)
-            _train(config)
+    if run_as_rank(lambda: _train(_read(arguments))):
         return 0
     config = _read(arguments)
     num_ranks = MeshShape.parse(config.layout).world_size
@@ -123,6 +106,7 @@ def _warn_of_crossing(config: TrainConfig) -> None:
 
 
 def _train(config: TrainConfig) -> None:
+    _warn_of_crossing(config)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # unset, it warns about forks
     from shardwise.cli.training import train  # torch and transformers are slow to import
 

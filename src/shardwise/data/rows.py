@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise.data.batch import IGNORED
 from shardwise.data.documents import Documents
-from shardwise.errors import BatchError
+from shardwise.errors import BatchError, ConfigError
 
 DocumentMasking = Literal["padded", "padded without mask", "positions", "mask"]
 """What keeps documents apart: a row each (with a mask of the padding, where the model takes one), or in packed rows
@@ -232,6 +232,58 @@ class Rows(Protocol):
     def notes(self) -> str:
         """Says how many documents were cut or dropped."""
         ...
+
+
+class MaskedRows:
+    """Rows of text of which some tokens are masked, and learned (arXiv 1810.04805, section 3.1).
+
+    Of the chosen tokens 80 % are replaced by the mask, 10 % by random tokens, and 10 % stay. The choice depends on the
+    seed, the row and the number of the batch.
+
+    Args:
+        kept: ids that are never chosen: the special tokens.
+    """
+
+    SHARE = 0.15
+
+    def __init__(self, rows: Rows, *, mask: int | None, num_tokens: int, kept: Sequence[int], seed: int) -> None:
+        if mask is None:
+            raise ConfigError("the tokenizer has no mask token", why="masked language models learn what it stands for")
+        self.rows, self.num_rows = rows, rows.num_rows
+        self.num_tokens, self.seq_length = rows.num_tokens, rows.seq_length
+        self._mask, self._num_ids, self._kept, self._seed = mask, num_tokens, list(kept), seed
+
+    def width(self, batch: Sequence[int]) -> int:
+        """Returns the number of tokens in a row of this batch."""
+        return self.rows.width(batch)
+
+    def read(self, rows: Sequence[int], *, width: int, turn: int = 0) -> dict[str, Tensor]:
+        """Returns the rows with masks; `labels` are -100 at tokens that were not chosen."""
+        found = self.rows.read(rows, width=width)
+        ids = found["input_ids"].numpy()
+        may_be_chosen = (found["labels"].numpy() != IGNORED) & ~np.isin(ids, self._kept)
+        labels = np.full_like(ids, IGNORED)
+        for place, row in enumerate(rows):
+            random = np.random.default_rng([self._seed, turn, row])
+            draws = np.where(may_be_chosen[place], random.random(len(ids[place])), 2.0)
+            is_chosen = may_be_chosen[place] & (draws < max(self.SHARE, draws.min() + 1e-12))  # at least one
+            labels[place, is_chosen] = ids[place, is_chosen]
+            kinds, others = random.random(len(draws)), random.integers(self._num_ids, size=len(draws))
+            ids[place] = np.where(is_chosen & (kinds < 0.8), self._mask, ids[place])
+            ids[place] = np.where(is_chosen & (kinds >= 0.9), others, ids[place])
+        return {**found, "labels": torch.from_numpy(labels)}
+
+    def identity(self) -> dict[str, int]:
+        """Returns those of the rows."""
+        return self.rows.identity()
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what the rows describe, and that they are masked."""
+        return {**self.rows.describe(), "masked": self.SHARE}
+
+    def notes(self) -> str:
+        """Says how many documents were cut or dropped."""
+        return self.rows.notes()
 
 
 @dataclass(frozen=True)

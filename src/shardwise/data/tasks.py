@@ -1,10 +1,7 @@
 """Examples of tasks other than text: a record becomes the inputs and labels of a model when its row is read."""
 
-import io
-import wave
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -15,9 +12,9 @@ from shardwise.data.batch import IGNORED, is_medium
 from shardwise.data.config import TaskName
 from shardwise.data.corpus import digest
 from shardwise.data.documents import Record
+from shardwise.data.media import read_image, read_sound
 from shardwise.data.messages import read_messages
-from shardwise.data.rows import Rows
-from shardwise.errors import ConfigError, LoadError, ShardwiseError, counted, did_you_mean, one_line
+from shardwise.errors import LoadError, ShardwiseError, counted, did_you_mean, one_line
 
 Example = dict[str, Any]
 _MULTIPLE = 8  # rows of text are padded to a multiple of this
@@ -209,49 +206,6 @@ def _without_images(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "content": [part for part in message["content"] if part not in images]} if images else message
 
 
-def read_image(value: Any, directory: Path) -> Any:
-    """Returns an RGB image of PIL: of a path, of bytes, or of what `datasets` gives."""
-    from PIL import Image  # optional
-
-    if isinstance(value, Mapping):
-        value = value["bytes"] if value.get("bytes") is not None else value["path"]
-    if isinstance(value, bytes):
-        value = io.BytesIO(value)
-    elif isinstance(value, str):
-        value = directory / value
-    try:
-        return value.convert("RGB") if hasattr(value, "convert") else Image.open(value).convert("RGB")
-    except (OSError, ValueError) as error:
-        raise LoadError(f"cannot read the image {value}", why=str(error)) from error
-
-
-def read_sound(value: Any, directory: Path, *, rate: int) -> Any:
-    """Returns sound as float32 [samples] from -1 to 1: of a .wav file, of samples, or of what `datasets` gives.
-
-    Raises:
-        LoadError: the file cannot be read, or has another rate.
-    """
-    if isinstance(value, Mapping) and value.get("array") is not None:
-        found, own = np.asarray(value["array"], np.float32), int(value["sampling_rate"])
-    elif not isinstance(value, str | Mapping):
-        return np.asarray(value, np.float32)
-    else:
-        path = directory / str(value["path"] if isinstance(value, Mapping) else value)
-        try:
-            with wave.open(str(path), "rb") as file:
-                own, width, channels = file.getframerate(), file.getsampwidth(), file.getnchannels()
-                raw = file.readframes(file.getnframes())
-        except (OSError, EOFError, wave.Error) as error:
-            fix = "convert it to .wav with 16 bits, or give samples"
-            raise LoadError(f"cannot read the sound {path}", why=str(error), fix=fix) from error
-        if width != 2:
-            raise LoadError(f"{path} has {8 * width} bits a sample", fix="convert it to 16 bits")
-        found = np.frombuffer(raw, "<i2").astype(np.float32).reshape(-1, channels).mean(1) / 2**15
-    if own != rate:
-        raise LoadError(f"sound with {own:,} samples a second", why=f"the model hears {rate:,}", fix="resample it")
-    return found
-
-
 @dataclass(frozen=True)
 class Task:
     """How a task is trained.
@@ -401,59 +355,3 @@ def _stack(values: Sequence[np.ndarray[Any, Any]], padding: int, *, width: int) 
     longest = width or -(-max(lengths) // _MULTIPLE) * _MULTIPLE
     pads = [[(0, longest - len(value)), *[(0, 0)] * (value.ndim - 1)] for value in values]
     return np.stack([np.pad(value, pad, constant_values=padding) for value, pad in zip(values, pads, strict=True)])
-
-
-class MaskedRows:
-    """Rows of text of which some tokens are masked, and learned (arXiv 1810.04805, section 3.1).
-
-    Of the chosen tokens 80 % are replaced by the mask, 10 % by random tokens, and 10 % stay. The choice depends on the
-    seed, the row and the number of the batch.
-
-    Args:
-        kept: ids that are never chosen: the special tokens.
-    """
-
-    SHARE = 0.15
-
-    def __init__(self, rows: Rows, *, mask: int | None, num_tokens: int, kept: Sequence[int], seed: int) -> None:
-        if mask is None:
-            raise ConfigError("the tokenizer has no mask token", why="masked language models learn what it stands for")
-        self.rows, self.num_rows, self.num_tokens, self.seq_length = (
-            rows,
-            rows.num_rows,
-            rows.num_tokens,
-            rows.seq_length,
-        )
-        self._mask, self._num_ids, self._kept, self._seed = mask, num_tokens, list(kept), seed
-
-    def width(self, batch: Sequence[int]) -> int:
-        """Returns the number of tokens in a row of this batch."""
-        return self.rows.width(batch)
-
-    def read(self, rows: Sequence[int], *, width: int, turn: int = 0) -> dict[str, Tensor]:
-        """Returns the rows with masks; `labels` are -100 at tokens that were not chosen."""
-        found = self.rows.read(rows, width=width)
-        ids = found["input_ids"].numpy()
-        may_be_chosen = (found["labels"].numpy() != IGNORED) & ~np.isin(ids, self._kept)
-        labels = np.full_like(ids, IGNORED)
-        for place, row in enumerate(rows):
-            random = np.random.default_rng([self._seed, turn, row])
-            draws = np.where(may_be_chosen[place], random.random(len(ids[place])), 2.0)
-            is_chosen = may_be_chosen[place] & (draws < max(self.SHARE, draws.min() + 1e-12))  # at least one
-            labels[place, is_chosen] = ids[place, is_chosen]
-            kinds, others = random.random(len(draws)), random.integers(self._num_ids, size=len(draws))
-            ids[place] = np.where(is_chosen & (kinds < 0.8), self._mask, ids[place])
-            ids[place] = np.where(is_chosen & (kinds >= 0.9), others, ids[place])
-        return {**found, "labels": torch.from_numpy(labels)}
-
-    def identity(self) -> dict[str, int]:
-        """Returns those of the rows."""
-        return self.rows.identity()
-
-    def describe(self) -> dict[str, Any]:
-        """Returns what the rows describe, and that they are masked."""
-        return {**self.rows.describe(), "masked": self.SHARE}
-
-    def notes(self) -> str:
-        """Says how many documents were cut or dropped."""
-        return self.rows.notes()
