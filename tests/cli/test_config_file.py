@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.cli.config_file import build_config, config_reference, dump_config, parse_config, read_config
 from shardwise.errors import ConfigError, LoadError
-from shardwise.train.run_config import TrainConfig
+from shardwise.train.run_config import TrainConfig, num_microbatches_of
 
 pytestmark = pytest.mark.pure
 
@@ -184,3 +184,26 @@ def test_the_reference_explains_every_key():
         "One of constant, linear, cosine, warmup_stable_decay. [cosine]" in words and "One of default, reduce-" in words
     )
     assert "mode one of these" not in words and "those above" not in words
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"layout": "fsdp2"}, 1),
+        ({"layout": "pp2"}, 8),
+        ({"layout": "pp2.fsdp2", "batch_size": 12}, 6),
+        ({"layout": "pp2", "batch_size": 64}, 8),
+        ({"layout": "pp2", "batch_size": 13}, 13),
+        ({"layout": "pp2", "num_microbatches": 2}, 2),
+        ({"layout": "pp4", "pipeline": {"schedule": "interleaved_1f1b"}, "batch_size": 24}, 12),
+    ],
+)
+def test_the_number_of_microbatches_fits_schedule_and_rows(values, expected):
+    config, problems = build_config({"model": {"path": "m"}, "data": {"path": "d"}, "batch_size": 8, **values})
+    assert not problems and num_microbatches_of(config) == expected
+
+
+def test_rows_that_are_too_few_for_a_schedule_are_said():
+    tree = {"model": {"path": "m"}, "data": {"path": "d"}, "layout": "pp4", "batch_size": 2}
+    (problem,) = build_config(tree)[1]
+    assert problem.key == "batch_size" and "use a batch_size that is a multiple of 4" in str(problem)

@@ -148,6 +148,22 @@ def test_a_run_goes_on_with_what_may_change(run, tmp_path, capfd):
     assert json.loads((Path(fresh["log"]["dir"]) / "data_state.json").read_text())["num_batches_read"] == 1
 
 
+def test_a_group_goes_on_with_the_rate_that_it_is_given(run, tmp_path):
+    first = {**run, "layout": "tp1", "sequence_parallel": False, "evaluation": {}, "steps": 1}
+    first = with_values(first, tmp_path, steps=1, export=None)
+    group = {"params": "**.embed_tokens.*", "lr": 1e-3}
+    first["optimizer"] = {"lr": 0.01, "groups": [group], "schedule": {"name": "constant"}}
+    train(config_of(first))
+    made = []
+    for changed, rates in (({"groups": [{**group, "lr": 1e-8}]}, {0.01, 1e-8}), ({"lr": 0.1}, {0.1, 1e-8})):
+        first["optimizer"] = {**first["optimizer"], **changed}
+        first |= {"steps": first["steps"] + 1, "checkpoint": {**first["checkpoint"], "change": ["optimizer"]}}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(training, "make_optimizer", lambda *args: made.append(make_optimizer(*args)) or made[-1])
+            train(config_of(first))
+        assert sorted(group["lr"] for group in made[-1].param_groups) == pytest.approx(sorted(rates))
+
+
 def test_passes_over_the_data_are_steps(run, tmp_path, capfd):
     plain = {**run, "layout": "tp1", "sequence_parallel": False, "evaluation": {}, "epochs": 0.5}
     del plain["steps"]

@@ -676,18 +676,16 @@ def test_an_adapter_is_trained_with_the_head_of_its_task(origin, tmp_path, name)
     assert kind == expected[name]
 
 
-def generate_at(root, directory, layout):
-    run = run_of(root, "seq2seq-lm", f"{directory}/{layout}", layout=layout, steps=1)
-    train(config_of(run))
-    return losses_of(run)[-1]["eval_rougeL"]
-
-
-def test_data_ranks_generate_equally_many_tokens_in_a_pipeline(origin, tmp_path):
-    model = transformers.T5ForConditionalGeneration.from_pretrained(origin / "seq2seq-lm/model")
-    model.generation_config.eos_token_id = [*range(40)]  # every row ends at once, or after some tokens
-    shutil.copytree(origin / "seq2seq-lm", tmp_path / "seq2seq-lm")
-    model.save_pretrained(tmp_path / "seq2seq-lm/model")
-    assert len(set(spawn(generate_at, 4, tmp_path, tmp_path, "pp2.fsdp2"))) == 1
+def test_every_row_generates_as_many_tokens_as_data_ranks_in_a_pipeline_need(origin, tmp_path):
+    run = run_of(origin, "seq2seq-lm", tmp_path)
+    tools, model = tools_of(origin, run), transformers.T5ForConditionalGeneration.from_pretrained(run["model"]["path"])
+    model.generation_config.eos_token_id = [*range(40)]  # each token ends a row
+    metrics = ExampleMetrics(TASKS["seq2seq-lm"], tools, model, Mesh.open("tp1"), max_new_tokens=7)
+    widths, generate = [], model.generate
+    model.generate = lambda **inputs: widths.append(generate(**inputs)) or widths[-1]
+    rows = example_rows((config_of(run).data,), TASKS["seq2seq-lm"], tools)
+    metrics.see(None, rows.read([0, 1], width=0))
+    assert widths[0].shape == (2, 8) and model.generation_config.eos_token_id == [*range(40)]
 
 
 def test_plan_and_verify_take_a_task(origin, capfd):

@@ -8,6 +8,7 @@ import sys
 import types
 import zlib
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -168,6 +169,14 @@ def test_each_line_of_a_jsonl_file_is_a_document(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n\n".join(json.dumps(line) for line in lines))
     source = file_source(find_files(tmp_path / "a.jsonl", PATTERNS), text_key="body")
     assert encode_all(source, tmp_path / "out") == ["one", "two\nlines"]
+
+
+def test_every_document_begins_with_the_tokens_that_a_text_begins_with(tmp_path):
+    lines = [{"body": "one"}, {"body": ""}, {"body": "two"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    source, start = file_source([tmp_path / "a.jsonl"], text_key="body"), ord("^")
+    write_documents(tmp_path / "out", text_documents(source, replace(BYTES, start=(start,))))
+    assert decoded(tmp_path / "out") == ["^one", "^two"]
 
 
 @pytest.mark.parametrize("encode_chars", [1, 120])  # 1: a text, and its end in the next batch
