@@ -27,7 +27,7 @@ from shardwise.cli.data import load_tokenizer
 from shardwise.cli.main import main
 from shardwise.cli.metrics import ExampleMetrics
 from shardwise.cli.models import read_model_config
-from shardwise.cli.tasks import class_to_probe, example_rows, find_task, open_tools, read_task_records
+from shardwise.cli.tasks import example_rows, find_task, open_tools, read_task_records
 from shardwise.cli.training import train
 from shardwise.data.ahead import PackedBatches
 from shardwise.data.config import held_out
@@ -253,8 +253,9 @@ def reference(root, name, directory):
     tokenizer = load_tokenizer(config)
     tools, model_config = open_tools(config, read_model_config(config, tokenizer), tokenizer)
     torch.manual_seed(0)
-    auto = class_to_probe(config)
-    model = auto.from_pretrained(config.model.path, config=model_config, ignore_mismatched_sizes=True).train()
+    model = task.auto_class.from_pretrained(
+        config.model.path, config=model_config, ignore_mismatched_sizes=True
+    ).train()
     rows = example_rows((config.data,), task, tools)
     batches = PackedBatches(rows, batch_size=ROWS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)

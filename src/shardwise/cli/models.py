@@ -16,7 +16,7 @@ from shardwise.cli.config_file import Problems, config_error
 from shardwise.cli.data import build_encoder, check_records, load_tokenizer
 from shardwise.cli.inputs import adapter_of, check_place, compilation_of, find_optimizer
 from shardwise.cli.metrics import check_metrics
-from shardwise.cli.tasks import class_of, class_to_probe, example_rows, find_task, load_options, open_tools
+from shardwise.cli.tasks import class_of, example_rows, find_task, load_options, open_tools
 from shardwise.data.config import DataConfig, held_out, rows_of, sources_of
 from shardwise.data.rows import DocumentMasking
 from shardwise.data.tasks import TASKS
@@ -128,7 +128,7 @@ def check_model(config: TrainConfig) -> list[Problem]:
         read = [config.data, *([held_out(config.data, config.evaluation)] if config.evaluation.path else [])]
         for data in {rows_of(data): data for data in read}.values():
             with problems.of("data.rows"):
-                find_run_apart(data, model_config, class_to_probe(config))
+                find_run_apart(data, model_config, TASKS[task].auto_class)
     else:
         with problems.of("data"):
             tools, model_config = open_tools(config, model_config, tokenizer)

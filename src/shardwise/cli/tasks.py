@@ -40,8 +40,7 @@ def find_task(config: TrainConfig) -> str:
     model_config = read_config(config.model.path or config.model.config or {}, {})[0]
     chosen = model_class_of(model_config)
     for name, task in TASKS.items():
-        auto_class = getattr(transformers, task.auto_class)
-        if chosen is auto_class or auto_class._model_mapping.get(type(model_config), None) is chosen:
+        if chosen is task.auto_class or task.auto_class._model_mapping.get(type(model_config), None) is chosen:
             return name
     raise UnsupportedError(
         f"a model of type {model_config.model_type!r}",
@@ -56,27 +55,18 @@ def class_of(config: TrainConfig | None, task: str | None = None) -> Any:
     """
     model = ModelConfig() if config is None else config.model
     chosen = task or model.task or ("causal-lm" if model.allow_missing else None)
-    return None if chosen is None else getattr(transformers, TASKS[chosen].auto_class)
-
-
-_ADAPTED = {
-    "causal-lm": "CAUSAL_LM",
-    "image-text-to-text": "CAUSAL_LM",
-    "seq2seq-lm": "SEQ_2_SEQ_LM",
-    "sequence-classification": "SEQ_CLS",
-    "token-classification": "TOKEN_CLS",
-    "question-answering": "QUESTION_ANS",
-}
+    return None if chosen is None else TASKS[chosen].auto_class
 
 
 def adapter_options(config: TrainConfig) -> dict[str, Any]:
     """Returns PEFT's `task_type` of the run's task; where it has none, the head as modules that are trained whole."""
     name = find_task(config)
-    kind = {"task_type": _ADAPTED[name]} if name in _ADAPTED else {}
+    task = TASKS[name]
+    kind = {"task_type": task.adapter_type} if task.adapter_type else {}
     if name == "causal-lm" or (kind and config.model.task is None):
         return kind
     model_config = read_config(config.model.path or config.model.config or {}, {})[0]
-    model = _meta_model(getattr(transformers, TASKS[name].auto_class), model_config)
+    model = _meta_model(task.auto_class, model_config)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     heads = {each.rpartition(".")[0] for each in _head_of(model) if each not in tied and each not in tied.values()}
     return {**kind, "modules_to_save": sorted(heads) or None}
@@ -91,11 +81,6 @@ def _head_of(model: Any) -> list[str]:
 def _meta_model(auto_class: Any, model_config: Any) -> Any:
     with torch.device("meta"):
         return auto_class._model_mapping[type(model_config)](copy.deepcopy(model_config))
-
-
-def class_to_probe(config: TrainConfig) -> Any:
-    """Returns the auto class of the run's task."""
-    return getattr(transformers, TASKS[find_task(config)].auto_class)
 
 
 def load_options(config: TrainConfig, model_config: Any) -> dict[str, Any]:

@@ -178,7 +178,7 @@ class _Run:
         def find() -> DocumentMasking | None:
             if self.mesh.rank != 0:
                 return None
-            return find_run_apart(data, self.model_config, getattr(transformers, self.task.auto_class))
+            return find_run_apart(data, self.model_config, self.task.auto_class)
 
         group, precision = self.mesh.group(), self.spec.precision
         apart = gather_from_all(group, "finding how documents in a row are separated", find)[0]

@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 
 from shardwise.data.batch import IGNORED, is_medium
@@ -211,29 +212,47 @@ class Task:
     """How a task is trained.
 
     Attributes:
-        auto_class: name of transformers' auto class.
+        class_name: name of transformers' auto class.
         encode: turns a record into an example; None for text, whose documents are kept in a file.
         columns: what a record holds, by the names that `data.columns` may map to others; labels come last.
         metrics: what is measured besides the loss.
         needs: the tools that it takes.
+        adapter_type: PEFT's `task_type`; "" where it has none.
     """
 
-    auto_class: str
+    class_name: str
     encode: Callable[[Record, Tools], Example] | None = None
     columns: tuple[str, ...] = ()
     metrics: Literal["", "classes", "spans", "summaries", "words", "frames"] = ""
     needs: tuple[str, ...] = ("tokenizer",)
+    adapter_type: str = ""
+
+    @property
+    def auto_class(self) -> Any:
+        """Transformers' auto class."""
+        return getattr(transformers, self.class_name)
 
 
-_SPEECH, _HEARD = ("audio", "tokenizer"), ("audio", "text")
+_TEXT, _SPEECH, _HEARD = ("tokenizer",), ("audio", "tokenizer"), ("audio", "text")
 TASKS: dict[str, Task] = {
-    "causal-lm": Task("AutoModelForCausalLM"),
+    "causal-lm": Task("AutoModelForCausalLM", adapter_type="CAUSAL_LM"),
     "masked-lm": Task("AutoModelForMaskedLM"),
-    "seq2seq-lm": Task("AutoModelForSeq2SeqLM", _encode_pair, ("prompt", "response"), "summaries"),
-    "sequence-classification": Task("AutoModelForSequenceClassification", _encode_text, ("text", "label"), "classes"),
-    "token-classification": Task("AutoModelForTokenClassification", _encode_words, ("tokens", "tags"), "classes"),
+    "seq2seq-lm": Task(
+        "AutoModelForSeq2SeqLM", _encode_pair, ("prompt", "response"), "summaries", _TEXT, "SEQ_2_SEQ_LM"
+    ),
+    "sequence-classification": Task(
+        "AutoModelForSequenceClassification", _encode_text, ("text", "label"), "classes", _TEXT, "SEQ_CLS"
+    ),
+    "token-classification": Task(
+        "AutoModelForTokenClassification", _encode_words, ("tokens", "tags"), "classes", _TEXT, "TOKEN_CLS"
+    ),
     "question-answering": Task(
-        "AutoModelForQuestionAnswering", _encode_question, ("question", "context", "answers"), "spans"
+        "AutoModelForQuestionAnswering",
+        _encode_question,
+        ("question", "context", "answers"),
+        "spans",
+        _TEXT,
+        "QUESTION_ANS",
     ),
     "image-classification": Task(
         "AutoModelForImageClassification", _encode_image, ("image", "label"), "classes", ("images",)
@@ -244,7 +263,7 @@ TASKS: dict[str, Task] = {
     "speech-seq2seq": Task("AutoModelForSpeechSeq2Seq", _encode_speech, _HEARD, "words", _SPEECH),
     "ctc": Task("AutoModelForCTC", _encode_speech, _HEARD, "frames", _SPEECH),
     "image-text-to-text": Task(
-        "AutoModelForImageTextToText", _encode_seen, ("messages",), "", ("tokenizer", "processor")
+        "AutoModelForImageTextToText", _encode_seen, ("messages",), "", ("tokenizer", "processor"), "CAUSAL_LM"
     ),
 }
 """The tasks of `shardwise train` by name."""
