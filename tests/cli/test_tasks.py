@@ -16,7 +16,7 @@ import torch
 import transformers
 import yaml
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torchmetrics.functional.classification import multiclass_f1_score
 from torchmetrics.functional.text import rouge_score, squad, word_error_rate
@@ -894,3 +894,137 @@ def test_another_tokenizer_is_another_data_set(origin, tmp_path):
     run["model"]["tokenizer"] = str(tmp_path / "other")
     with pytest.raises(ConfigError, match="data: was"):
         train(config_of({**run, "steps": 2}))
+
+
+def classifier_run(origin, tmp_path, kind, config, name="sequence-classification", **adapter):
+    """A run that trains a new head, with an adapter, on the body of another class."""
+    save(tmp_path / "model", (kind, config))
+    run = run_of(origin, name, tmp_path, evaluation={}, steps=1, export=str(tmp_path / "out"))
+    return {
+        **run,
+        "model": {"path": str(tmp_path / "model"), "task": name},
+        **({"adapter": adapter} if adapter else {}),
+    }
+
+
+def test_a_head_of_several_layers_is_saved_once(origin, tmp_path):
+    roberta = transformers.RobertaConfig(**{**BERT, "max_position_embeddings": 66}, pad_token_id=0)
+    run = classifier_run(origin, tmp_path, transformers.RobertaForMaskedLM, roberta, r=2, target_modules="all-linear")
+    train(config_of(run))
+    saved = load_file(tmp_path / "out/adapter_model.safetensors")
+    assert sum("classifier" in key for key in saved) == 4
+
+
+def test_a_model_whose_body_has_no_name_has_a_head_of_few_parameters(origin, tmp_path):
+    t5 = transformers.AutoConfig.from_pretrained(origin / "seq2seq-lm/model")
+    run = classifier_run(
+        origin, tmp_path, transformers.T5ForConditionalGeneration, t5, "seq2seq-lm", r=2, target_modules=["q", "v"]
+    )
+    train(config_of(run))
+    weights = load_file(tmp_path / "model/model.safetensors")
+    lacking = {key: value for key, value in weights.items() if not key.startswith("encoder.block")}
+    save_file(lacking, tmp_path / "model/model.safetensors", {"format": "pt"})
+    del run["adapter"], run["export"]
+    with pytest.raises(LoadError, match="not in the checkpoint: encoder.block"):
+        train(config_of(run))
+
+
+def test_a_body_of_another_width_is_an_error(origin, tmp_path):
+    shutil.copytree(origin / "image-classification/model", tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
+    run = run_of(origin, "image-classification", tmp_path, evaluation={}, steps=1)
+    run["model"] = {"path": str(tmp_path / "model"), "task": "image-classification"}
+    with pytest.raises(LoadError, match="6 of another shape: vit.layers"):
+        train(config_of(run))
+
+
+def test_every_linear_layer_of_ctc_has_an_adapter_but_the_head(origin, tmp_path):
+    run = run_of(origin, "ctc", tmp_path, evaluation={}, export=str(tmp_path / "out"), steps=1)
+    run["adapter"] = {"r": 2, "target_modules": "all-linear"}
+    train(config_of(run))
+    saved = load_file(tmp_path / "out/adapter_model.safetensors")
+    assert not any("lm_head" in key and "lora" in key for key in saved) and any(
+        "lm_head.weight" in key for key in saved
+    )
+
+
+def test_a_parameter_of_the_model_itself_is_no_module_to_save(origin, tmp_path):
+    sound = transformers.Wav2Vec2Config(**SPEECH, num_labels=3, pad_token_id=0, use_weighted_layer_sum=True)
+    hears = transformers.Wav2Vec2FeatureExtractor(return_attention_mask=True)
+    save(tmp_path / "model", (transformers.Wav2Vec2ForSequenceClassification, sound), hears)
+    run = run_of(origin, "audio-classification", tmp_path, evaluation={}, steps=1)
+    run["model"] = {"path": str(tmp_path / "model")}
+    assert train(config_of({**run, "adapter": {"r": 2, "target_modules": ["q_proj"]}})).step == 1
+
+
+def test_a_type_with_several_classes_of_a_task_is_trained(origin, tmp_path):
+    deit = transformers.DeiTConfig(image_size=16, patch_size=8, num_labels=2, **{**BERT, "vocab_size": 2})
+    pictures = transformers.AutoImageProcessor.from_pretrained(origin / "image-classification/model")
+    save(tmp_path / "model", (transformers.DeiTForImageClassification, deit), pictures)
+    for model in ({"path": str(tmp_path / "model")}, {"path": str(tmp_path / "model"), "task": "image-classification"}):
+        run = run_of(origin, "image-classification", tmp_path, evaluation={}, steps=1)
+        assert train(config_of({**run, "model": model})).step == 1
+
+
+def fail_to_write_processors(root, directory):
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    transformers.ViTImageProcessor.save_pretrained = fail
+    transformers.image_processing_base.ImageProcessingMixin.save_pretrained = fail
+    run = run_of(
+        root, "image-classification", directory, evaluation={}, layout="tp2", steps=1, export=f"{directory}/out"
+    )
+    try:
+        train(config_of(run))
+    except LoadError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_processor_that_cannot_be_written_is_every_ranks_error(origin, tmp_path):
+    assert all("No space left" in text for text in spawn(fail_to_write_processors, 2, origin, tmp_path))
+
+
+def test_an_earlier_best_step_is_not_replaced(origin, tmp_path):
+    run = best_run(origin, tmp_path, steps=1)
+    train(config_of(run))
+    shutil.rmtree(tmp_path / "saved/step-1")
+    run["checkpoint"]["resume"] = "never"
+    with pytest.raises(ConfigError, match="holds checkpoints of another run: step-1"):
+        train(config_of(run))
+
+
+def test_labels_are_those_of_the_best_step_where_it_alone_is_left(origin, tmp_path):
+    run = with_labels(origin, tmp_path, ["LABEL_0", "LABEL_1"], ["x", "y"])
+    run["checkpoint"], run["evaluation"] = {"dir": str(tmp_path / "saved"), "best": True}, {"path": run["data"]["path"]}
+    train(config_of(run))
+    shutil.rmtree(tmp_path / "saved/step-1")
+    write_lines(tmp_path / "d.jsonl", [{"text": "a film", "label": label} for label in ("a", "x")] * 4)
+    with pytest.raises(ConfigError, match="labels are a, x, and the model's x, y"):
+        training.evaluate(config_of(run))
+
+
+def test_hidden_files_are_no_examples(origin, tmp_path):
+    write_images(tmp_path / "data", 4)
+    (tmp_path / "data/.ipynb_checkpoints").mkdir()
+    shutil.copy(tmp_path / "data/dog/0.png", tmp_path / "data/.ipynb_checkpoints/0.png")
+    (tmp_path / "data/dog/._0.png").write_bytes(b"")
+    run = run_of(origin, "image-classification", tmp_path)
+    run["data"]["path"] = str(tmp_path / "data")
+    assert [values["label"] for values in records_of(run)] == ["cat", "cat", "dog", "dog"]
+
+
+def test_a_run_that_began_at_a_state_of_the_data_resumes_with_another_batch_size(origin, tmp_path):
+    run = run_of(origin, "seq2seq-lm", tmp_path, evaluation={}, batch_size=2, epochs=1.0)
+    del run["steps"]
+    train(config_of(run))
+    again = {**run, "log": {"dir": str(tmp_path / "again")}, "epochs": 2.0}
+    again["data"] = {**run["data"], "state": str(tmp_path / "seq2seq-lm/data_state.json")}
+    again["checkpoint"] = {"dir": str(tmp_path / "saved"), "every": 4, "keep_last": None}
+    assert train(config_of(again)).step == 14
+    for step in (8, 12, 14):
+        shutil.rmtree(tmp_path / f"saved/step-{step}")
+    again |= {"batch_size": 4, "checkpoint": {**again["checkpoint"], "change": ["batch_size"]}}
+    assert train(config_of(again)).step == 4 + (28 - 8) // 4, "8 of 28 rows were read behind those of the state"

@@ -1,5 +1,6 @@
 """The tokenizer and the rows of a run: tokenized once per machine, cached, and opened by every rank."""
 
+import hashlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -196,10 +197,12 @@ def read_records(source: SourceConfig) -> tuple[list[Record], str]:
         opened = open_records(source)
         return [replace(each, columns=source.columns) for each in opened.read(lambda done: None)], opened.fingerprint
     records: list[Record] = []
+    sums = hashlib.sha256(digest(source.columns).encode())
     for file in find_files(Path(source.path), source.include or RECORD_PATTERNS):
-        own = file_records([file]).read(lambda done: None)
-        records += [replace(each, columns=source.columns, directory=file.parent) for each in own]
-    return records, digest([(sorted(record.values.items()), sorted(record.columns.items())) for record in records])
+        for each in file_records([file]).read(lambda done: None):
+            records.append(replace(each, columns=source.columns, directory=file.parent))
+            sums.update(digest(sorted(each.values.items())).encode())
+    return records, sums.hexdigest()
 
 
 def import_datasets(config: SourceConfig) -> Any:

@@ -217,7 +217,10 @@ def adapter_of(config: TrainConfig) -> Any:
         return settings["path"]
     values = {key: value for key, value in settings.items() if key not in _OWN_KEYS}
     try:
-        return peft().LoraConfig(**{**adapter_options(config), **values})
+        options = adapter_options(config)
+        if "target_modules" in options:
+            del values["target_modules"]
+        return peft().LoraConfig(**{**options, **values})
     except (TypeError, ValueError) as error:
         raise ConfigError("peft.LoraConfig refuses these keys", why=one_line(error)) from error
 

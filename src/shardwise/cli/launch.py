@@ -100,6 +100,7 @@ def run_ranks(words: Sequence[str], body: Callable[[], None], *, num_ranks: int,
     if run_as_rank(body):
         return 0
     if num_ranks > 1:
+        prepare(num_ranks)
         return launch(words, num_ranks=num_ranks, show_traceback=show_traceback)
     body()
     return 0

@@ -87,7 +87,7 @@ def draw_report(directory: Path, records: Sequence[Mapping[str, Any]], config: T
 
 
 def _points(records: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
-    return [(each["step"], each[key]) for each in records if key in each]
+    return [(each["step"], each[key]) for each in records if math.isfinite(each.get(key, math.nan))]
 
 
 def draw_curves(name: str, curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:

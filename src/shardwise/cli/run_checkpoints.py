@@ -73,8 +73,10 @@ class RunCheckpoints:
         batches: PrefetchLoader,
         run: Mapping[str, Any],
         best: "BestStep",
+        rows_before: int,
     ) -> None:
         self._config, self._mesh, self._best = config, registry_of(model).mesh, best
+        self._rows_before = rows_before
         self._model, self._optimizer, self._batches, self._run = model, optimizer, batches, run
         self._saved_at = time.monotonic()
         self._handlers: dict[int, Any] = {}
@@ -101,6 +103,7 @@ class RunCheckpoints:
                     "batches": self._batches.state_dict(),
                     "run": self._run,
                     "best": self._best.state_dict(),
+                    "rows_before": self._rows_before,
                 },
                 async_save=config.async_save,
                 keep_last=config.keep_last,
@@ -270,19 +273,19 @@ def find_saved_run(
     return SavedRun(stored, extra, tuple(changed))
 
 
+def find_newest(config: CheckpointConfig) -> Path | None:
+    """Returns the directory of a run's checkpoints, that of its best one with `best`; None if there are none."""
+    root = Path(config.dir or "")
+    places = [] if config.dir is None else [root / "best", root] if config.best else [root]
+    return next((place for place in places if place.is_dir() and find_tags(place)), None)
+
+
 def open_newest(config: CheckpointConfig, mesh: Mesh) -> StoredParts | None:
     """Opens the newest checkpoint of a run on every rank, the best one with `best`; None if there is none.
 
     Communicates: gathers of small objects over all ranks.
     """
-    if config.dir is None:
-        return None
-    places = [Path(config.dir) / "best", Path(config.dir)] if config.best else [Path(config.dir)]
-
-    def find() -> Path | None:
-        return next((place for place in places if mesh.rank == 0 and place.is_dir() and find_tags(place)), None)
-
-    directory = gather_from_all(mesh.group(), "looking for checkpoints", find)[0]
+    directory = gather_from_all(mesh.group(), "looking for checkpoints", lambda: find_newest(config))[0]
     return None if directory is None else open_on_all_ranks(directory, None, mesh)
 
 
@@ -297,9 +300,10 @@ def _has_checkpoints(config: CheckpointConfig) -> bool:
     assert config.dir is not None
     directory = Path(config.dir)
     tags = find_tags(directory) if directory.is_dir() else {}
-    if tags and config.resume == "never":
+    best = find_tags(directory / "best") if (directory / "best").is_dir() else {}
+    if (tags or best) and config.resume == "never":
         raise ConfigError(
-            f"{config.dir} holds checkpoints of another run: {', '.join(sorted(tags)[-5:])}",
+            f"{config.dir} holds checkpoints of another run: {', '.join(sorted(tags or best)[-5:])}",
             at="checkpoint.dir",
             why="with checkpoint.resume=never this run would replace or delete them",
             fix="name another directory, or move these away",

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 import transformers
 
-from shardwise.checkpoint.store import find_tag, find_tags
+from shardwise.checkpoint.store import find_tag
 from shardwise.cli.data import read_records, tokenizer_digest
+from shardwise.cli.run_checkpoints import find_newest
 from shardwise.data.config import SourceConfig, WeightedSource, sources_of
 from shardwise.data.corpus import digest
 from shardwise.data.documents import Record
@@ -24,7 +25,6 @@ from shardwise.parallel.build import model_class_of, read_config
 from shardwise.train.run_config import ModelConfig, TrainConfig
 
 _MEDIA = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".wav")
-_MOST_LABELS = 1000
 
 
 def find_task(config: TrainConfig) -> str:
@@ -40,7 +40,8 @@ def find_task(config: TrainConfig) -> str:
     model_config = read_config(config.model.path or config.model.config or {}, {})[0]
     chosen = model_class_of(model_config)
     for name, task in TASKS.items():
-        if chosen is task.auto_class or task.auto_class._model_mapping.get(type(model_config), None) is chosen:
+        known = task.auto_class._model_mapping.get(type(model_config), ())
+        if chosen is task.auto_class or chosen in (known if isinstance(known, tuple) else (known,)):
             return name
     raise UnsupportedError(
         f"a model of type {model_config.model_type!r}",
@@ -62,25 +63,41 @@ def adapter_options(config: TrainConfig) -> dict[str, Any]:
     """Returns PEFT's `task_type` of the run's task; where it has none, the head as modules that are trained whole."""
     name = find_task(config)
     task = TASKS[name]
-    kind = {"task_type": task.adapter_type} if task.adapter_type else {}
+    kind: dict[str, Any] = {"task_type": task.adapter_type} if task.adapter_type else {}
     if name == "causal-lm" or (kind and config.model.task is None):
         return kind
     model_config = read_config(config.model.path or config.model.config or {}, {})[0]
     model = _meta_model(task.auto_class, model_config)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    heads = {each.rpartition(".")[0] for each in _head_of(model) if each not in tied and each not in tied.values()}
-    return {**kind, "modules_to_save": sorted(heads) or None}
+    names = [each for each in _head_of(model, model_config) if each not in tied and each not in tied.values()]
+    poolers = {name[: name.index("pooler") + len("pooler")] for name in names if ".pooler." in name}
+    heads = {name.partition(".")[0] for name in names if ".pooler." not in name and "." in name}
+    chosen = sorted(poolers | heads) or None
+    if (
+        chosen is not None and (config.adapter or {}).get("target_modules") == "all-linear"
+    ):  # PEFT would take the head too
+        linears = [each for each, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+        kind["target_modules"] = [
+            each for each in linears if not f"{each}.".startswith(tuple(f"{head}." for head in chosen))
+        ]
+    return {**kind, "modules_to_save": chosen}
 
 
-def _head_of(model: Any) -> list[str]:
-    """Returns the names of the parameters outside of the body, and of its pooler, which only some heads have."""
-    body = f"{model.base_model_prefix}."
-    return [name for name, _ in model.named_parameters() if not name.startswith(body) or ".pooler." in name]
+def _head_of(model: Any, model_config: Any) -> list[str]:
+    """Returns the names of the parameters that the body alone does not have, and of its pooler, which only some heads
+    have; nothing where no body is known.
+    """
+    if type(model_config) not in transformers.AutoModel._model_mapping:
+        return []
+    body = {name for name, _ in _meta_model(transformers.AutoModel, model_config).named_parameters()}
+    prefix = f"{model.base_model_prefix}."
+    names = [name for name, _ in model.named_parameters()]
+    return [name for name in names if name.removeprefix(prefix) not in body or ".pooler." in name]
 
 
 def _meta_model(auto_class: Any, model_config: Any) -> Any:
     with torch.device("meta"):
-        return auto_class._model_mapping[type(model_config)](copy.deepcopy(model_config))
+        return auto_class.from_config(copy.deepcopy(model_config))
 
 
 def load_options(config: TrainConfig, model_config: Any) -> dict[str, Any]:
@@ -89,8 +106,8 @@ def load_options(config: TrainConfig, model_config: Any) -> dict[str, Any]:
         return {}
     if type(model_config) not in class_of(config)._model_mapping:
         return {}
-    model = _meta_model(class_of(config), model_config)
-    return {"allow_missing": _head_of(model), "ignore_mismatched_sizes": True}
+    head = _head_of(_meta_model(class_of(config), model_config), model_config)
+    return {"allow_missing": head, "ignore_mismatched_sizes": head}
 
 
 def open_tools(config: TrainConfig, model_config: Any, tokenizer: Any) -> tuple[Tools, Any]:
@@ -150,9 +167,8 @@ def _set_labels(model_config: Any, labels: Sequence[str]) -> None:
 
 def _saved_labels(config: TrainConfig) -> dict[str, str]:
     """Returns id2label of the run's newest checkpoint; empty if there is none."""
-    directory = Path(config.checkpoint.dir or "")
-    tags = find_tags(directory) if config.checkpoint.dir is not None and directory.is_dir() else {}
-    if not tags:
+    directory = find_newest(config.checkpoint)
+    if directory is None:
         return {}
     path = find_tag(directory, None) / "config.json"
     return dict(json.loads(path.read_text(encoding="utf-8")).get("id2label") or {}) if path.is_file() else {}
@@ -187,10 +203,9 @@ def _find_labels(config: TrainConfig, task: Task, model_config: Any) -> tuple[tu
     if saved or (config.model.path is not None and config.model.task is None and not own[0].startswith("LABEL_")):
         raise ConfigError(
             f"the data's labels are {', '.join(sorted(texts)[:12])}, and the model's {', '.join(own[:12])}",
-            fix="write the model's labels or their numbers, or set model.task to train a new head",
+            fix="write the model's labels or their numbers, or train a new head "
+            + ("in another checkpoint.dir" if saved else "with model.task"),
         )
-    if len(texts) > _MOST_LABELS:
-        raise LoadError(f"the data has {len(texts):,} labels", why="a class has one", fix="name the label's column")
     return tuple(sorted(texts)), False
 
 
@@ -209,7 +224,8 @@ def read_task_records(source: SourceConfig, task: Task) -> tuple[list[Record], s
     medium = next((column for column in task.columns if column in ("image", "audio")), None)
     if path is not None and path.is_dir() and medium is not None and source.include is None:
         has_table = any(is_table(file) and file.suffix != ".json" for file in path.rglob("*"))
-        files = [] if has_table else sorted(file for file in path.glob("*/*") if file.suffix.lower() in _MEDIA)
+        found = [] if has_table else sorted(file for file in path.glob("*/*") if file.suffix.lower() in _MEDIA)
+        files = [file for file in found if not (file.name.startswith(".") or file.parent.name.startswith("."))]
         if files:
             names = [(str(file.relative_to(path)), file.stat().st_size) for file in files]
             values = [{medium: name, task.columns[-1]: Path(name).parts[0]} for name, _ in names]

@@ -34,7 +34,7 @@ from shardwise.data.batch import counts_rows
 from shardwise.data.config import DataConfig, held_out, sources_of
 from shardwise.data.rows import DocumentMasking, Rows
 from shardwise.data.tasks import TASKS, ExampleRows, Task, Tools
-from shardwise.errors import ConfigError, LoadError, ShardwiseError, counted
+from shardwise.errors import ConfigError, LoadError, counted
 from shardwise.mesh import Mesh
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.parameters.registry import find_parameters, local_part, registry_of
@@ -67,6 +67,9 @@ def train(config: TrainConfig) -> StepRecord | None:
         batches = run.open_batches()
         settings = describe_run(config, run.model_config, batches)
         saved = find_saved_run(config.checkpoint, mesh, settings, run.console, batches=batches)
+        if saved is None and config.data.state is not None:
+            batches.load_state_dict(read_data_state(config.data.state))
+        rows_before = batches.num_batches_read * config.batch_size  # by the run of data.state
         model = build_model(
             config,
             mesh,
@@ -80,10 +83,11 @@ def train(config: TrainConfig) -> StepRecord | None:
         np.random.seed(seed % 2**32)
         random.seed(seed)
         optimizer = make_optimizer(config.optimizer, model)
-        num_before = batches.num_batches_read  # by the run of data.state
         num_done = 0 if saved is None else saved.resume(model, optimizer, batches)
+        if saved is not None:
+            rows_before = saved.extra.get("rows_before", 0) if batches.num_batches_read else 0
         if config.epochs is not None:
-            config = count_steps(config, batches, num_done=num_done, num_before=num_before)
+            config = count_steps(config, batches, num_done=num_done, rows_before=rows_before)
             run = dataclasses.replace(run, config=config)
         ahead = PrefetchLoader(batches, mesh.device)
         parts = run.build_components(model, optimizer, ahead, num_done=num_done)
@@ -94,7 +98,9 @@ def train(config: TrainConfig) -> StepRecord | None:
         run.print_head(model, batches, num_done)
         best = BestStep(config, model, run.console, saved=saved)
         parts = dataclasses.replace(parts, after_evaluation=best.after_evaluation)
-        with RunCheckpoints(config.checkpoint, model, optimizer, batches=ahead, run=settings, best=best) as checkpoints:
+        with RunCheckpoints(
+            config.checkpoint, model, optimizer, batches=ahead, run=settings, best=best, rows_before=rows_before
+        ) as checkpoints:
             record = run_loop(
                 parts,
                 num_steps=num_done if best.is_over else config.steps,
@@ -156,16 +162,13 @@ class _Run:
     def open_batches(self) -> PackedBatches:
         """Returns this rank's batches of training rows."""
         config, mesh = self.config, self.mesh
-        batches = PackedBatches(
+        return PackedBatches(
             self.read_rows(config.data),
             batch_size=config.batch_size,
             data_rank=mesh.data_rank,
             data_size=mesh.data_size,
             seed=config.seed,
         )
-        if config.data.state is not None:
-            batches.load_state_dict(read_data_state(config.data.state))
-        return batches
 
     def read_rows(self, data: DataConfig) -> Rows:
         """Returns the rows of `data`.
@@ -322,9 +325,10 @@ class _Run:
 
         def export(place: str | Path) -> None:
             export_pretrained(model, place, tokenizer=self.tokenizer, adapter=export_mode(self.config))
-            for processor in (self.tools.images, self.tools.audio, self.tools.processor) if self.tools else ():
-                if processor is not None and self.mesh.rank == 0:
-                    processor.save_pretrained(place)
+            with raise_on_all_ranks(self.mesh.group(), "writing the processors"):
+                for processor in (self.tools.images, self.tools.audio, self.tools.processor) if self.tools else ():
+                    if processor is not None and self.mesh.rank == 0:
+                        processor.save_pretrained(place)
 
         try:
             export(directory)
@@ -332,7 +336,7 @@ class _Run:
             kept = Path(self.config.log.dir) / "unexported"
             try:
                 export(kept)
-            except ShardwiseError as second:
+            except Exception as second:  # noqa: BLE001 - of the disk, or PEFT's
                 why = f"{error}\nnor to {kept}: {second}"
                 raise LoadError(f"the model cannot be exported to {directory}", why=why) from error
             raise LoadError(
@@ -342,12 +346,13 @@ class _Run:
             ) from error
 
 
-def count_steps(config: TrainConfig, batches: PackedBatches, *, num_done: int, num_before: int) -> TrainConfig:
+def count_steps(config: TrainConfig, batches: PackedBatches, *, num_done: int, rows_before: int) -> TrainConfig:
     """Returns the configuration with the steps that `epochs` passes over the data take, `num_done` of which have read
-    `batches` so far, beside `num_before` batches of an earlier run.
+    `batches` so far, beside `rows_before` rows of an earlier run.
     """
     assert config.epochs is not None
-    left = round(config.epochs * batches.num_rows / config.batch_size) - (batches.num_batches_read - num_before)
+    num_read = batches.num_batches_read - rows_before // config.batch_size
+    left = round(config.epochs * batches.num_rows / config.batch_size) - num_read
     steps = max(1, num_done + max(0, left))
     config = dataclasses.replace(config, steps=steps, epochs=None)
     if problems := check_config(config):

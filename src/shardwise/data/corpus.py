@@ -183,5 +183,9 @@ def _text_of(document: object, key: str, place: str) -> tuple[str | None, ...]:
 
 
 def digest(*parts: object) -> str:
-    """Returns 24 hexadecimal digits of the SHA-256 of `parts`: JSON values, and others as text."""
-    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:24]
+    """Returns 24 hexadecimal digits of the SHA-256 of `parts`: JSON values, bytes, and others as text."""
+
+    def shorten(value: object) -> str:
+        return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else str(value)
+
+    return hashlib.sha256(json.dumps(parts, default=shorten).encode()).hexdigest()[:24]

@@ -149,16 +149,17 @@ class Allowed:
 
     missing: Sequence[str] = ()  # patterns of parameters that are initialized if the checkpoint lacks them
     unused: Sequence[str] = ()  # patterns of the checkpoint's tensors of layers that the model does not have
-    mismatched: bool = False  # whether parameters with another shape in the checkpoint are initialized
+    mismatched: Sequence[str] = ()  # patterns of parameters that are initialized if their shape is another
 
     @classmethod
     def pop(cls, options: dict[str, Any]) -> "Allowed":
         """Takes these options out of the options of `load`: lists of patterns, or True for all names."""
-        missing, unused = (options.pop(name, None) or () for name in ("allow_missing", "allow_unused"))
+        names = ("allow_missing", "allow_unused", "ignore_mismatched_sizes")
+        missing, unused, mismatched = (options.pop(name, None) or () for name in names)
         return cls(
             missing=("**",) if missing is True else missing,
             unused=("**",) if unused is True else unused,
-            mismatched=bool(options.pop("ignore_mismatched_sizes", False)),
+            mismatched=("**",) if mismatched is True else mismatched,
         )
 
 
@@ -187,6 +188,7 @@ def _check_coverage(
     other_shapes = [
         f"{fqn}: {list(stored)} in the checkpoint, {list(wanted)} in the model"
         for fqn, (stored, wanted) in resolution.mismatched.items()
+        if not _fits(fqn, allowed.mismatched)
     ]
     faults = [
         *_listed("not in the checkpoint", [name for name in missing if not _fits(name, allowed.missing)]),
@@ -195,7 +197,7 @@ def _check_coverage(
             [name for name in beyond if not _fits(name, allowed.unused)],
         ),
         *_listed("of another kind", strange.values()),
-        *([] if allowed.mismatched else _listed("of another shape", other_shapes)),
+        *_listed("of another shape", other_shapes),
         *_listed("not to be converted", [f"{fqn}: {text.strip().splitlines()[-1]}" for fqn, text in failed.items()]),
     ]
     if faults:

@@ -47,7 +47,7 @@ class ModelConfig:
     """Instead of `path`: a configuration (a mapping, or a config.json), whose weights are drawn from the seed."""
     task: TaskName | None = None
     """What the model is trained for; by default what the class that the checkpoint names is for. With a task, a head
-    that the checkpoint lacks, or has for other labels, is drawn from the seed."""
+    that the checkpoint lacks, or has for another number of labels, is drawn from the seed."""
     tokenizer: Place | None = None
     """Tokenizer directory or hub id; by default the model's own."""
     dtype: Literal["float32", "bfloat16"] = "float32"
