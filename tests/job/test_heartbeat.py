@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -178,6 +179,26 @@ def save_slowly(directory):
 
 def test_ranks_that_all_wait_for_a_slow_disk_are_left_alone(tmp_path):
     assert spawn(save_slowly, 2, str(tmp_path / "saved")) == [0, 1]
+
+
+def wait_patiently(directory):
+    """A rank works for much longer than the timeout: in the second mesh of a process, and behind the last one."""
+    processes.BEAT_SECONDS = 0.1
+    rank = int(os.environ["RANK"])
+    with shardwise.Mesh.open("tp2", timeout_seconds=1.0):
+        pass
+    with shardwise.Mesh.open("fsdp2", timeout_seconds=1.0) as mesh:
+        run_on_local_rank_0(lambda: time.sleep(3.0), local_rank=rank)
+        model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1), mesh)
+        if rank:
+            os.fsync = lambda *_: time.sleep(1.5)
+        saved = shardwise.save_checkpoint(directory, model=model, async_save=True, step=1)
+    saved.wait()
+    return [path.name for path in Path(directory).iterdir()]
+
+
+def test_a_rank_that_works_for_long_is_waited_for_without_a_mesh(tmp_path):
+    assert all("step-1" in found for found in spawn(wait_patiently, 2, str(tmp_path)))
 
 
 HERE = Beat(step=3, collective="all_reduce", where="run.py:7 in train", heard_at=100.0)

@@ -126,6 +126,18 @@ def test_gradients_of_copies_are_divided_once(on_ranks, factor):
     assert max(on_ranks(turn_knobs, layout="ddp2", options={"gradient_divide_factor": factor})) < 1e-6
 
 
+def ask_for_two_divisions():
+    precision = shardwise.Precision(compute="float32", reduce="float16")
+    policy = shardwise.FsdpPolicy(gradient_divide_factor=4.0)
+    with shardwise.Mesh.open("ddp2") as mesh, pytest.raises(UnsupportedError, match="in float16 over ddp2"):
+        shardwise.parallelize(tiny_model("llama"), mesh, fsdp=policy, precision=precision)
+
+
+@pytest.mark.spawn
+def test_copies_of_float16_gradients_are_not_divided_by_a_factor():
+    spawn(ask_for_two_divisions, 2)
+
+
 def ask_for_symmetric_memory():
     with (
         shardwise.Mesh.open("fsdp2") as mesh,

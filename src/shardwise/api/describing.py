@@ -123,7 +123,7 @@ class Rehearsal:
         """Dtypes of parameters, computation and gradient reduction; by default those of `dtype`, or all float32."""
         name = str(self.dtype or torch.float32).removeprefix("torch.")
         if self.spec.precision is None:
-            return Precision(params=name, compute=name)
+            return Precision(params=name, compute=name, reduce=name)
         return replace(self.spec.precision, params=name) if self.dtype is not None else self.spec.precision
 
     def forecast(

@@ -139,8 +139,10 @@ def _finish_at_exit() -> None:
     try:
         finish_all_saves()
     except BaseException as error:  # noqa: BLE001 - the exit code says it
-        print(f"error: the last checkpoint was not saved: {error}", file=sys.stderr)
-        end_processes()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        try:
+            print(f"error: the last checkpoint was not saved: {error}", file=sys.stderr)
+            end_processes()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(1)

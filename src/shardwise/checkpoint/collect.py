@@ -170,7 +170,10 @@ def state_key(name: str, state: str, optimizer: str = "") -> str:
 def by_name(given: Any) -> dict[str, Any]:
     """Returns optimizers or schedulers by name: those of a list by their numbers, a single one as ""."""
     if isinstance(given, Mapping):
-        return {str(name): each for name, each in given.items()}
+        named = {str(name): each for name, each in given.items()}
+        if len(named) < len(given):
+            raise ConfigError(f"two of the names {', '.join(map(repr, given))} are the same text", fix="rename one")
+        return named
     several = given if isinstance(given, list | tuple) else [] if given is None else [given]
     return {"": several[0]} if len(several) == 1 else {str(number): each for number, each in enumerate(several)}
 

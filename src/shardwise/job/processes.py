@@ -162,7 +162,7 @@ class Heartbeat:
         self.step = 0
         self.address = address
         self._failed_at: Beat | None = None  # a rank that explains a failed collective counts as being in it
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's types lack it
         self._main_thread = threading.get_ident()
         self._beat = Beat()
@@ -222,6 +222,12 @@ class Heartbeat:
         self._is_lost = beats is None
         return beats
 
+    def read(self) -> list[Beat] | None:
+        """Returns what the ranks have published last; None if the store takes long."""
+        keys = [f"beat/{rank}" for rank in range(self.address.world_size)]
+        texts = call_with_timeout(ANSWER_SECONDS, lambda: self._store.multi_get(keys))
+        return None if texts is None else [Beat.from_json(text) for text in texts]
+
     def _read(self) -> list[Beat]:
         keys = [f"beat/{rank}" for rank in range(self.address.world_size)]
         beats, now = [Beat.from_json(text) for text in self._store.multi_get(keys)], time.monotonic()
@@ -251,7 +257,7 @@ class Heartbeat:
 
     def _warn(self, seconds: float) -> bool:
         """Logs which ranks are missing from a collective that has taken half of its timeout; returns whether it did."""
-        quiet_seconds, late_seconds = QUIET_BEATS * BEAT_SECONDS, self._timeout_seconds / 2
+        quiet_seconds, late_seconds = QUIET_BEATS * BEAT_SECONDS, self.timeout_seconds / 2
         if seconds < late_seconds - quiet_seconds - BEAT_SECONDS:
             return False
         beats = self._read()  # several times, to tell who is quiet
@@ -361,20 +367,33 @@ def current_heartbeat() -> Heartbeat | None:
 
 
 def run_collective(group: dist.ProcessGroup, collective: Callable[[], object]) -> None:
-    """Runs a collective; in a patient group raises DistError if a rank sends no heartbeat for the mesh's timeout."""
-    heartbeat, start = current_heartbeat(), time.monotonic()
+    """Runs a collective; in a patient group raises DistError if a rank that runs sends no heartbeat for the mesh's
+    timeout. A rank that has left its mesh sends none, and is not missing.
+    """
+    heartbeat = current_heartbeat()
     if heartbeat is None or group.group_desc != PATIENT:
         collective()
         return
+    seconds = heartbeat.timeout_seconds
+    period = max(BEAT_SECONDS, seconds / 10)
+    heard: dict[int, tuple[int, float]] = {}  # by rank: its count, and when that changed
+    looked_at = time.monotonic()
 
     def check_alive() -> bool:
-        heartbeat._read_in_time()
-        heard_at = max(start, min((beat.heard_at for beat in heartbeat._heard), default=0.0))
-        if time.monotonic() - heard_at > heartbeat._timeout_seconds:
+        nonlocal looked_at
+        with suppress(dist.DistError):
+            beats, now = heartbeat.read(), time.monotonic()
+            if now - looked_at > QUIET_BEATS * period:  # this process was stopped, and maybe the others too
+                heard.clear()
+            looked_at = now
+            for rank, beat in enumerate(beats or ()):
+                if beat.ended == "left" or beat.count != heard.get(rank, (-1, now))[0]:
+                    heard[rank] = beat.count, now
+        if any(looked_at - at > seconds for _, at in heard.values()):
             raise dist.DistError("a rank has sent no heartbeat for too long")
         return True
 
-    call_with_timeout(BEAT_SECONDS, collective, check_alive)
+    call_with_timeout(period, collective, check_alive)
 
 
 def end_processes(error: BaseException | None = None) -> None:

@@ -130,7 +130,10 @@ def call_with_timeout(seconds: float, work: Callable[[], Result], go_on: Callabl
         except Exception as error:  # noqa: BLE001 - raised by `result`
             future.set_exception(error)
 
-    threading.Thread(target=run, daemon=True, name="shardwise-call").start()
+    try:
+        threading.Thread(target=run, daemon=True, name="shardwise-call").start()
+    except RuntimeError:  # Python 3.12.0 and 3.12.1 start no thread when the script has ended
+        return work()
     while not wait([future], timeout=seconds).done:
         if not go_on():
             return None

@@ -8,6 +8,7 @@ from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.optim.clip import clip_grad_norm_
+from shardwise.optim.optimizer import model_under
 from shardwise.parameters.registry import local_part
 from shardwise.plan.options import Precision
 
@@ -39,7 +40,8 @@ class ShardwisePrecision(LightningPrecision):
 
         Communicates: over all ranks, one all-reduce of one value.
         """
-        clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], clip_val)
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        clip_grad_norm_(parameters, clip_val, model=model_under(optimizer))
 
     def clip_grad_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         """Clips every entry of the gradients of the optimizer's parameters."""

@@ -14,7 +14,6 @@ from shardwise.parameters.registry import (
     ParameterEntry,
     Registry,
     entry_of,
-    find_completed,
     find_parameters,
     local_part,
     registry_of,
@@ -28,6 +27,7 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     *,
     error_if_nonfinite: bool = False,
+    model: nn.Module | None = None,
 ) -> Tensor:
     """Clips the gradients to a global norm, like `torch.nn.utils.clip_grad_norm_` on the unsplit model.
 
@@ -38,6 +38,8 @@ def clip_grad_norm_(
         max_norm: maximum norm; `math.inf` only computes the norm.
         norm_type: p of the p-norm, `math.inf` for the largest entry.
         error_if_nonfinite: raise if the norm is infinite or NaN.
+        model: the split model of these parameters. A pipeline needs it where a stage may have none of them: that stage
+            would not take part, and the others would wait for it.
 
     Returns:
         The norm before clipping, float32 scalar, the same on every rank.
@@ -52,7 +54,7 @@ def clip_grad_norm_(
         raise ConfigError(f"norm_type must be positive or math.inf, got {norm_type!r}", fix="2 is the usual one")
     if not isinstance(max_norm, int | float | Tensor) or not max_norm >= 0:
         raise ConfigError(f"max_norm must be at least 0, got {max_norm!r}", fix="math.inf clips nothing")
-    gradients, registry = _gradients(parameters)
+    gradients, registry = _gradients(parameters, model)
     total = norm_of_owned(gradients, norm_type)
     if registry is not None:
         total = complete_norms(total, registry, norm_type)
@@ -69,7 +71,7 @@ def clip_grad_norm_(
 
 
 def _gradients(
-    parameters: nn.Module | Tensor | Iterable[Tensor],
+    parameters: nn.Module | Tensor | Iterable[Tensor], model: nn.Module | None
 ) -> tuple[list[tuple[Tensor, ParameterEntry | None]], Registry | None]:
     """Returns the local tensors of complete gradients, each with its parameter's entry; None if it has none."""
     registry: Registry | None
@@ -83,7 +85,7 @@ def _gradients(
         tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         pairs = [(parameter, entry_of(parameter)) for parameter in tensors]
         registry = next((entry.registry for _, entry in pairs if entry is not None), None)
-        if not tensors:  # a stage without any takes part in the sum
-            registry = find_completed()
+        if registry is None and model is not None:  # a stage without any takes part in the sum
+            registry = registry_of(model)
     with_gradient = [(gradient, entry) for parameter, entry in pairs if (gradient := parameter.grad) is not None]
     return [(local_part(gradient), entry) for gradient, entry in with_gradient], registry

@@ -38,7 +38,6 @@ from shardwise.parameters.registry import (
     find_parameters,
     forget_unreduced,
     mark,
-    note_completed,
     registry_of,
 )
 from shardwise.runtime.modes import refuse_wrapped
@@ -192,8 +191,6 @@ class Gradients:
         share parameters, one; over tp and pp, one of a number per pp rank.
         """
         self.sync_if_partial()
-        if self._is_pipeline:
-            note_completed(self.model)
         shape = self.registry.mesh.shape
         if self.registry.needs_sums or shape.world_size > shape.size("ddp"):
             for _, parameter, entry in find_parameters(self.model):

@@ -129,7 +129,7 @@ def apply_plan(
     check_tensor_parallelism(model, plan)
     recomputed = find_recomputed(model, plan.stacks, spec.recompute)
     check_compilation(spec.compilation, context)
-    check_data_parallelism(model, spec.fsdp, mesh)
+    check_data_parallelism(model, spec.fsdp, mesh, reduce="" if spec.precision is None else spec.precision.reduce)
     # What other stages hold goes first, so that nothing is done to it.
     note_parameters(model, registry)
     apply_stages(model, registry)

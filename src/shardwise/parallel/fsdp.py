@@ -271,12 +271,18 @@ def _is_plain_embedding(module: nn.Module) -> bool:
     )
 
 
-def check_data_parallelism(model: nn.Module, policy: FsdpPolicy, mesh: Mesh) -> None:
-    """Checks that FSDP2 can shard a model by this policy."""
+def check_data_parallelism(model: nn.Module, policy: FsdpPolicy, mesh: Mesh, *, reduce: str = "float32") -> None:
+    """Checks that FSDP2 can shard a model by this policy. `reduce`: the dtype in which gradients are summed."""
     if mesh.data_mesh is None:
         return
     if policy.symmetric_memory and mesh.device.type != "cuda":
         raise UnsupportedError(f"symmetric memory on {mesh.device}", why="it is NCCL's", fix="leave it out on CPUs")
+    if reduce == "float16" and policy.gradient_divide_factor not in (None, 1.0) and mesh.size("fsdp") == 1:
+        raise UnsupportedError(
+            f"gradient_divide_factor={policy.gradient_divide_factor} with gradients in float16 over {mesh.shape}",
+            why="FSDP2 divides them twice where no parameter is sharded",
+            fix="use fsdp ranks, another Precision(reduce=...), or leave it out for the mean",
+        )
     methods = {
         "set_separate_reduce_scatter_group": policy.separate_reduce_group,
         "set_symm_mem_for_comm": policy.symmetric_memory,

@@ -274,20 +274,6 @@ def note_parameters(model: nn.Module, registry: Registry) -> None:
         entries |= {each: registry.entry(fqn_of(name, each)) for each in own}
 
 
-_COMPLETED: "list[weakref.ref[nn.Module]]" = []  # the model in stages whose gradients were completed last
-
-
-def note_completed(model: nn.Module) -> None:
-    """Notes that the gradients of a model in stages are complete."""
-    _COMPLETED[:] = [weakref.ref(model)]
-
-
-def find_completed() -> Registry | None:
-    """Returns the registry of the model in stages whose gradients were completed last in this process."""
-    model = _COMPLETED[0]() if _COMPLETED else None
-    return registry_of(model) if model is not None else None
-
-
 def attach_registry(model: nn.Module, registry: Registry) -> None:
     """Attaches `registry` to the model, and the entries to its parameters."""
     model.__dict__[_ATTRIBUTE] = registry
