@@ -23,6 +23,10 @@ OF_OTHERS = {
     *("_is_hf_initialized", "_keys_to_ignore_on_save", "_loss_function", "_model_mapping", "_name_or_path"),
     *("_set_gradient_checkpointing", "_tp_plan", "_weight_conversions", "_weight_map"),
     *(
+        *("_dataloaders", "_is_accelerate_prepared", "_models", "_prepare_inputs", "_save_scaler", "_train_batch_size"),
+        *("_get_output_dir", "_push_from_checkpoint", "_get_train_sampler", "_load_best_model", "_load_from_checkpoint"),
+        *("_load_optimizer_and_scheduler", "_load_rng_state", "_move_model_to_device", "_save_checkpoint"),
+        *("_clip_grad_norm", "_get_grad_norm"),
         "_cast_input_dtype",
         "_register_custom_module",
         "_checkpoint_io",

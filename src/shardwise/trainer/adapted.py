@@ -1,0 +1,457 @@
+"""transformers' `Trainer` on split models: what `adapt` overrides, and why.
+
+# [Note: one override for each touch]
+Trainer touches a model in some twenty places. Each of the methods below overrides one of them, and calls transformers'
+own where the model is not split. `adapt` checks that the methods that are overridden still exist with the same
+arguments. Nothing of transformers or accelerate is changed for other trainers of the process.
+
+# [Note: losses of a Trainer]
+transformers divides the sum of a loss by the number of all targets of the accumulated batches (`num_items_in_batch`),
+where the model's loss takes that number, and multiplies it by the number of processes, because DDP averages gradients.
+Others (BERT's and T5's, for example) ignore the number and return a mean over this rank's targets. Its average over
+ranks is another number than the loss of one process. So such a loss is weighted by this rank's share of the targets.
+"""
+
+import inspect
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.trainer_pt_utils import BatchRebalanceSampler
+from typing_extensions import override
+
+from shardwise.api.building import load, parallelize
+from shardwise.comm.collectives import all_reduce_, broadcast_object
+from shardwise.data.batch import flops_of, make_up_targets, targets_of
+from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.mesh import Mesh
+from shardwise.optim.clip import clip_grad_norm_
+from shardwise.optim.optimizer import build_optimizer
+from shardwise.optim.summing import multiply_gradients
+from shardwise.parameters.registry import is_split, registry_of, reshard
+from shardwise.pipeline.runner import runner_of
+from shardwise.plan.options import Compile, ParallelSpec, Recompute
+from shardwise.runtime.adapter_facts import find_model
+from shardwise.topology.shape import DATA_AXES
+from shardwise.train.step import TrainStep
+from shardwise.trainer.accelerator import follow, full_tensor
+from shardwise.trainer.checkpoint import SavesSplitModels
+from shardwise.trainer.rows import num_own_rows
+
+
+class SplitTrainer(SavesSplitModels):
+    """Mixin before a `transformers.Trainer` class, for models that Shardwise splits; see `adapt`.
+
+    Args:
+        model: a model from `shardwise.load` or `shardwise.parallelize`; with `layout`, also a directory, a hub id, a
+            config or an unsplit model.
+        layout: such as `"fsdp2.tp2"`; opens the mesh, and loads or splits the model.
+        auto_class: see `shardwise.load`.
+        num_microbatches: of the rows of a batch in a pipeline; by default, as many as stages where they divide them.
+        token_weighted_eval: `eval_loss` is the mean over all targets, the same in every layout. False: transformers'
+            own mean over batches.
+        options: the Trainer's own arguments, and with `layout` those of `shardwise.parallelize` (`plan`,
+            `sequence_parallel`, `fsdp`, `precision`, `recompute`, `compilation`, `pipeline`).
+
+    Raises:
+        UnsupportedError: the arguments ask for parallelism of another kind, or for what split models cannot do.
+    """
+
+    _mesh: Mesh | None = None
+    optimizer: Any
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        *others: Any,
+        layout: str | None = None,
+        auto_class: Any = None,
+        num_microbatches: int | None = None,
+        token_weighted_eval: bool = True,
+        **options: Any,
+    ) -> None:
+        asked = {name: options.pop(name) for name in list(options) if name in ParallelSpec.__dataclass_fields__}
+        if layout is not None:
+            model = _split(model, layout, auto_class, asked, args)
+        elif asked or auto_class is not None:
+            raise ConfigError(f"{next(iter(asked), 'auto_class')}= without a layout", fix='add layout="fsdp2.tp2"')
+        self._weighs_targets, self._num_microbatches = token_weighted_eval, num_microbatches
+        self._mesh = registry_of(model).mesh if isinstance(model, nn.Module) and is_split(model) else None
+        self._shares: deque[tuple[int, int] | None] = deque()
+        self._rows: tuple[int, int] | None = None
+        self._num_targets: Tensor | float = 1.0
+        self._eval_sums: Tensor | None = None
+        self._steps: dict[int, TrainStep] = {}
+        if self._mesh is not None:
+            _check_arguments(args, model)
+        super().__init__(model, args, *others, **options)
+        if self._mesh is not None:
+            self._check_pipeline()
+
+    # The model and its processes
+
+    @override
+    def create_accelerator_and_postprocess(self) -> None:
+        """Creates the accelerator, whose processes are the data ranks."""
+        super().create_accelerator_and_postprocess()
+        if self._mesh is not None:
+            follow(self.accelerator, self._mesh)
+            if self.args.data_seed is None:  # a resumed run deals the same rows, whatever its random states
+                self.accelerator.dataloader_config.data_seed = torch.random.initial_seed()
+
+    @override
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leaves a split model, which is on its device."""
+        if not is_split(model):
+            super()._move_model_to_device(model, device)
+
+    @override
+    def get_tp_size(self) -> int:
+        """Returns 1: the accelerator's processes are data ranks, which have rows of their own."""
+        return super().get_tp_size() if self._mesh is None else 1
+
+    @override
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Returns the rows of an optimizer step over all data ranks."""
+        if self._mesh is None:
+            return super().get_total_train_batch_size(args)
+        return int(self._train_batch_size * args.gradient_accumulation_steps * self._mesh.data_size)
+
+    @override
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+        """Returns this rank's part of the operations of a batch; see `StepResult.flops`."""
+        if self._mesh is None:
+            return super().floating_point_ops(inputs)
+        copies = self._mesh.shape.world_size // self._mesh.data_size
+        return flops_of(inputs, registry_of(self.model).plan.work) / copies
+
+    # Rows
+
+    @override
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Returns transformers' sampler."""
+        sampler = super()._get_train_sampler(train_dataset)
+        if self._mesh is not None and isinstance(sampler, BatchRebalanceSampler):
+            raise UnsupportedError(
+                'train_sampling_strategy="batch_rebalance" with a split model',
+                why="it deals rows to ranks by itself",
+                fix='use "group_by_length"',
+            )
+        return sampler
+
+    @override
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """Returns the batches of a step without the rows that fill up the last one, and the number of targets."""
+        if self._mesh is not None:
+            self._shares.clear()
+            epoch_iterator = self._without_copies(epoch_iterator)
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def _without_copies(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            rows = self._own_rows()
+            self._shares.append(rows)
+            yield self._own_part(batch, rows)
+
+    def _own_rows(self) -> tuple[int, int] | None:
+        """Returns this rank's and all data ranks' rows in the batch that was just read; None if it is full."""
+        mesh = self._mesh
+        assert mesh is not None
+        num_rows = self.accelerator.rows_of_last_batch()
+        return None if num_rows is None else (num_own_rows(num_rows, mesh.data_size, mesh.data_rank), num_rows)
+
+    def _own_part(self, batch: Any, rows: tuple[int, int] | None) -> Any:
+        """Returns a batch without copies of rows. A rank without rows keeps one, whose labels count nothing."""
+        if rows is None or not isinstance(batch, Mapping):
+            return batch
+        own, held = rows[0], _num_rows(batch)
+        if own == held or held == 0:
+            return batch
+        if self._is_pipeline:
+            return self._unlabeled(batch, own)  # rows must divide into microbatches
+        cut = {name: _cut(value, held, max(own, 1)) for name, value in batch.items()}
+        return self._unlabeled(cut, 0) if own == 0 and self._takes_num_items else cut
+
+    def _unlabeled(self, batch: Mapping[str, Any], first: int) -> dict[str, Any]:
+        """Returns a batch whose rows from `first` on have no targets."""
+        changed = dict(batch)
+        for name in self.label_names:
+            if isinstance(value := batch.get(name), Tensor) and not value.is_floating_point():
+                changed[name] = value.clone()
+                changed[name][first:] = -100
+        return changed
+
+    # Losses and gradients
+
+    @override
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Runs forward and backward of a batch; in a pipeline, through a `TrainStep`.
+
+        Communicates: as the model's forward and backward, or as `TrainStep`.
+        """
+        if self._mesh is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        self._rows = self._shares.popleft() if self._shares else None
+        if not self._is_pipeline:
+            self._mesh.note_step()
+            return super().training_step(model, inputs, num_items_in_batch)
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            return self._step_through_stages(inputs, num_items_in_batch)
+
+    def _step_through_stages(self, inputs: dict[str, Any], num_items: Any) -> Tensor:
+        assert self._mesh is not None
+        held = _num_rows(inputs)
+        number = self._num_microbatches or _fitting_microbatches(self.model, held)
+        if number not in self._steps:
+            self._steps[number] = TrainStep(self.model, self._mesh, num_microbatches=number)
+        if missing := -held % number:
+            inputs = self._unlabeled(
+                {name: _refilled(each, held, held + missing) for name, each in inputs.items()}, held
+            )
+        is_scaled = num_items is not None and self.model_accepts_loss_kwargs
+        weight: Any = 1.0 if is_scaled else 1 / self.current_gradient_accumulation_steps
+        if is_scaled and self._takes_num_items:
+            weight = self._sum_over_data(self._target_count(inputs)) / num_items
+        # A batch without targets has a loss of 0, so that any weight is right.
+        weight = torch.where(weight > 0, weight, 1.0) if isinstance(weight, Tensor) else weight
+        multiply_gradients(self.model.parameters(), 1 / weight)  # of earlier batches, to which the step adds its own
+        result = self._steps[number](inputs)
+        multiply_gradients(self.model.parameters(), weight)
+        return result.loss * weight
+
+    @override
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Returns the loss as this rank's share of the loss over all data ranks' rows; see [Note: losses of a Trainer].
+
+        Communicates: as the model's forward; with several data ranks, where the loss takes no `num_items_in_batch`, one
+        all-reduce of a number.
+        """
+        compute = super().compute_loss
+        mesh = self._mesh
+        if mesh is None or mesh.data_size == 1:
+            self._num_targets = 1.0 if mesh is None else self._target_count(inputs)
+            return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        if self._takes_num_items and num_items_in_batch is not None:
+            self._num_targets = num_items_in_batch
+            return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        own = self._target_count(inputs)
+        self._num_targets = total = self._sum_over_data(own)
+        if self._is_default_loss:
+            made_up = make_up_targets(inputs)
+            inputs = {**inputs, **{name: torch.where(own > 0, inputs[name], made_up[name]) for name in made_up}}
+        result = compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        loss = result[0] if return_outputs else result
+        is_multiplied = num_items_in_batch is not None and self.args.average_tokens_across_devices
+        is_multiplied = is_multiplied and bool(self.model_accepts_loss_kwargs or self.compute_loss_func)
+        loss = loss * (own / total.clamp(min=1.0) * (1 if is_multiplied else mesh.data_size))
+        return (loss, *result[1:]) if return_outputs else loss
+
+    def _target_count(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Returns the number of this rank's targets, float32 scalar: tokens or rows."""
+        if self._rows is not None and self._rows[0] == 0:
+            return torch.zeros((), device=self.args.device)
+        count = targets_of(self.model, inputs) if self._is_default_loss else None
+        return torch.as_tensor(
+            _num_rows(inputs) if count is None else count, dtype=torch.float32, device=self.args.device
+        )
+
+    def _sum_over_data(self, value: Tensor) -> Tensor:
+        assert self._mesh is not None
+        total = value.clone()
+        if (group := self._mesh.group(*DATA_AXES)) is not None:
+            all_reduce_(total, group)
+        return total
+
+    @property
+    def _is_default_loss(self) -> bool:
+        """Whether the loss is what the model returns, and not a function's or a subclass's."""
+        is_plain = self.compute_loss_func is None and self.label_smoother is None
+        beside = super().compute_loss
+        return is_plain and getattr(beside, "__func__", beside) is transformers.Trainer.compute_loss
+
+    @property
+    def _takes_num_items(self) -> bool:
+        """Whether the loss is a sum divided by `num_items_in_batch`, and not a mean."""
+        if not self._is_default_loss:
+            return bool(self.compute_loss_func or self.label_smoother or self.model_accepts_loss_kwargs)
+        forward = inspect.unwrap(type(find_model(self.model)).forward)
+        names = getattr(getattr(forward, "__func__", forward), "__code__", None)
+        is_passed_on = names is None or "loss_function" in names.co_names
+        problem = getattr(find_model(self.model).config, "problem_type", None)
+        return (
+            bool(self.model_accepts_loss_kwargs) and is_passed_on and problem in (None, "single_label_classification")
+        )
+
+    @override
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Builds the optimizer of `args.optim` over this rank's parts, with transformers' rule for weight decay.
+
+        Raises:
+            UnsupportedError: the optimizer is no torch optimizer class over groups of parameters (GaLore, LOMO, Muon).
+        """
+        if self._mesh is None or self.optimizer is not None:
+            return super().create_optimizer(model)
+        reshard(self.model)
+        kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        own = {"params", "model", "optimizer_dict"} & options.keys()
+        if own or not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+            raise UnsupportedError(
+                f"optim={str(self.args.optim.value if hasattr(self.args.optim, 'value') else self.args.optim)!r}",
+                why="it reads full parameters or steps inside of backward, and this rank holds parts",
+                fix='use an elementwise one, such as "adamw_torch" or "sgd"',
+            )
+        decayed = set(self.get_decay_parameter_names(self.model))
+
+        def group_of(name: str, parameter: Tensor) -> dict[str, float]:
+            return {"weight_decay": self.args.weight_decay if name in decayed else 0.0}
+
+        self.optimizer = built = build_optimizer(self.model, kind, groups=group_of, **options)
+        return built
+
+    @override
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Clips the gradients to a norm over all ranks; returns the norm."""
+        if self._mesh is None:
+            return super()._clip_grad_norm(model)
+        self.accelerator.unscale_gradients()
+        return clip_grad_norm_(self.model, self.args.max_grad_norm)
+
+    @override
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Returns the norm over all ranks."""
+        if self._mesh is None:
+            return super()._get_grad_norm(model, grad_norm)
+        return clip_grad_norm_(self.model, float("inf")) if grad_norm is None else grad_norm
+
+    # Evaluation
+
+    @override
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """Evaluates one copy of each row; `eval_loss` is the mean over all targets.
+
+        Communicates: as the model's forward and the gathers of what metrics ask for; one all-reduce of two numbers, and
+        a broadcast of the metrics.
+        """
+        if self._mesh is None:
+            return super().evaluation_loop(*args, **options)
+        self._eval_sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        output = super().evaluation_loop(*args, **options)
+        sums, self._eval_sums = self._sum_over_data(self._eval_sums), None
+        name = f"{options.get('metric_key_prefix', 'eval')}_loss"
+        if self._weighs_targets and name in output.metrics and float(sums[1]):
+            output.metrics[name] = float(sums[0] / sums[1])
+        # One answer on all ranks, which decide by it what is best and when to stop.
+        return output._replace(metrics=broadcast_object(output.metrics, self._mesh.group()))
+
+    @override
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Returns loss, logits and labels of a batch; rows that fill up the last one have no part in the loss."""
+        step = super().prediction_step
+        if self._mesh is None:
+            return step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **options)
+        self._rows, held = self._own_rows(), _num_rows(inputs)
+        own = self._own_part(inputs, self._rows)
+        loss, logits, labels = step(model, own, prediction_loss_only, ignore_keys=ignore_keys, **options)
+        if loss is not None and self._eval_sums is not None:
+            weight = torch.as_tensor(self._num_targets, device=loss.device).double() / self._mesh.data_size
+            self._eval_sums += torch.stack([torch.where(weight > 0, loss.double() * weight, 0.0), weight])
+        if self._rows is not None and (kept := _num_rows(own)) < held:
+            logits, labels = (_refilled(each, kept, held) for each in (logits, labels))
+        return loss, logits, labels
+
+    # Pipelines
+
+    @property
+    def _is_pipeline(self) -> bool:
+        return self._mesh is not None and self._mesh.size("pp") > 1
+
+    def _check_pipeline(self) -> None:
+        if self._is_pipeline and not self._is_default_loss:
+            raise UnsupportedError(
+                f"a loss of {type(self).__name__}'s own over {registry_of(self.model).mesh.shape}",
+                why="the last stage alone has the logits, and computes the loss that the model defines",
+                fix="use a layout without pp",
+            )
+
+
+def _split(model: Any, layout: str, auto_class: Any, asked: Mapping[str, Any], args: Any) -> nn.Module:
+    """Opens the mesh, and loads the model or splits the given one."""
+    mesh = Mesh.open(layout)
+    asked = dict(asked)
+    if getattr(args, "gradient_checkpointing", False) or getattr(args, "activation_checkpointing", False):
+        asked.setdefault("recompute", Recompute(mode="full"))
+    if getattr(args, "torch_compile", False):
+        asked.setdefault("compilation", Compile())
+    if isinstance(model, nn.Module):
+        return parallelize(model, mesh, **asked)
+    loaded: nn.Module = load(model, mesh, auto_class=auto_class, **asked)
+    return loaded
+
+
+def _check_arguments(args: Any, model: nn.Module) -> None:
+    """Raises for arguments of a Trainer that a split model cannot follow."""
+    shape = registry_of(model).mesh.shape
+    asked = {
+        "deepspeed": ("the layout says how the model is split", 'use a layout such as "fsdp2.tp2"'),
+        "fsdp": ("the layout says how the model is split", 'use a layout such as "fsdp2"'),
+        "parallelism_config": ("the layout says how the model is split", "leave it out"),
+        "auto_find_batch_size": (
+            "a rank that runs out of memory leaves the others waiting in a collective",
+            "`shardwise plan` says what fits",
+        ),
+        "use_liger_kernel": ("its kernels compute with full parameters", "leave it out"),
+        "debug": ("its hooks compare full values", "leave it out"),
+    }
+    if shape.world_size == 1:
+        del asked["auto_find_batch_size"]
+    for name, (why, fix) in asked.items():
+        if getattr(args, name, None):
+            raise UnsupportedError(f"{name}={getattr(args, name)!r} with a split model", why=why, fix=fix)
+
+
+def _num_rows(batch: Mapping[str, Any]) -> int:
+    """Returns the rows of a batch: the first dim of its first tensor."""
+    return next((value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.ndim), 0)
+
+
+def _cut(value: Any, held: int, kept: int) -> Any:
+    """Returns the first `kept` rows of what has `held` rows."""
+    if isinstance(value, Mapping):
+        return {name: _cut(each, held, kept) for name, each in value.items()}
+    has_rows = isinstance(value, Tensor) and value.ndim and value.shape[0] == held
+    return value[:kept] if has_rows or (isinstance(value, list) and len(value) == held) else value
+
+
+def _refilled(value: Any, kept: int, held: int) -> Any:
+    """Returns what has `kept` rows with `held` rows, by copies of the last one."""
+    if isinstance(value, tuple | list):
+        return type(value)(_refilled(each, kept, held) for each in value)
+    if isinstance(value, Mapping):
+        return {name: _refilled(each, kept, held) for name, each in value.items()}
+    if not isinstance(value, Tensor) or not value.ndim or value.shape[0] != kept:
+        return value
+    return full_tensor(value)[torch.arange(held, device=value.device).clamp(max=kept - 1)]
+
+
+def _fitting_microbatches(model: nn.Module, num_rows: int) -> int:
+    """Returns a number of microbatches that the schedule supports, and that divides the rows where one does."""
+    runner = runner_of(model)
+    assert runner is not None
+    fewest = runner.plan.num_stages
+    taken = [number for number in range(fewest, 4 * fewest + 1) if runner.takes(number)]
+    return next((number for number in reversed(taken) if num_rows % number == 0), taken[0])
