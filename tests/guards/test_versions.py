@@ -24,7 +24,13 @@ OF_OTHERS = {
     *("_set_gradient_checkpointing", "_tp_plan", "_weight_conversions", "_weight_map"),
     *(
         *("_dataloaders", "_is_accelerate_prepared", "_models", "_prepare_inputs", "_save_scaler", "_train_batch_size"),
-        *("_get_output_dir", "_push_from_checkpoint", "_get_train_sampler", "_load_best_model", "_load_from_checkpoint"),
+        *(
+            "_get_output_dir",
+            "_push_from_checkpoint",
+            "_get_train_sampler",
+            "_load_best_model",
+            "_load_from_checkpoint",
+        ),
         *("_load_optimizer_and_scheduler", "_load_rng_state", "_move_model_to_device", "_save_checkpoint"),
         *("_clip_grad_norm", "_get_grad_norm"),
         "_cast_input_dtype",
