@@ -12,6 +12,7 @@ Others (BERT's and T5's, for example) ignore the number and return a mean over t
 ranks is another number than the loss of one process. So such a loss is weighted by this rank's share of the targets.
 """
 
+import functools
 import inspect
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -308,10 +309,12 @@ class SplitTrainer(SavesSplitModels):
                 why="it reads full parameters or steps inside of backward, and this rank holds parts",
                 fix='use an elementwise one, such as "adamw_torch" or "sgd"',
             )
-        decayed = set(self.get_decay_parameter_names(self.model))
+        names = set(self.get_decay_parameter_names(self.model))
+        named = self.model.named_parameters(remove_duplicate=False)  # a stage may know a tied weight by another name
+        decayed = {id(parameter) for name, parameter in named if name in names}
 
         def group_of(name: str, parameter: Tensor) -> dict[str, float]:
-            return {"weight_decay": self.args.weight_decay if name in decayed else 0.0}
+            return {"weight_decay": self.args.weight_decay if id(parameter) in decayed else 0.0}
 
         self.optimizer = built = build_optimizer(self.model, kind, groups=group_of, **options)
         return built
@@ -342,6 +345,8 @@ class SplitTrainer(SavesSplitModels):
         """
         if self._mesh is None:
             return super().evaluation_loop(*args, **options)
+        gather = self.accelerator.gather_for_metrics  # Seq2SeqTrainer would keep the rows that fill up the last batch
+        self.gather_function = functools.partial(gather, use_gather_object=self.args.eval_use_gather_object)
         self._eval_sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         output = super().evaluation_loop(*args, **options)
         sums, self._eval_sums = self._sum_over_data(self._eval_sums), None

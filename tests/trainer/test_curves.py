@@ -1,0 +1,61 @@
+"""Trainers on split models against the same script of plain transformers in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import shardwise
+from shardwise.parameters.replicas import find_unequal_replicas
+from tests.trainer.modules import STEPS, curve, split_trainer, unsplit_run
+
+pytestmark = pytest.mark.spawn
+
+# Every family, layout and option at least once, and most pairs: (family, layout, accumulation, options).
+CASES = [
+    *(("llama", layout, 3, {}) for layout in ("tp2", "fsdp2", "ddp2", "pp2", "fsdp2.tp2", "pp2.tp2")),
+    ("llama", "tp2", 1, {"sequence_parallel": True}),
+    ("qwen3", "fsdp2", 1, {}),
+    ("qwen3", "pp2", 3, {}),
+    ("gemma3", "tp2", 1, {}),
+    ("gemma3", "fsdp2", 3, {}),
+    ("gemma3", "pp2", 1, {}),
+    ("phi3", "tp2", 3, {"sequence_parallel": True}),
+    ("phi3", "ddp2", 1, {}),
+    ("gpt2", "tp2", 1, {}),
+    ("gpt2", "fsdp2.tp2", 3, {}),
+    ("mixtral", "tp2", 3, {}),
+    ("mixtral", "fsdp2", 1, {}),
+    ("bert", "tp2", 3, {}),
+    ("bert", "fsdp2", 1, {}),
+    ("bert", "ddp2", 3, {}),
+    ("bert", "pp2", 3, {}),
+    ("vit", "tp2", 1, {}),
+    ("vit", "fsdp2", 3, {}),
+    ("t5", "tp2", 3, {}),
+    ("t5", "fsdp2", 3, {}),
+    ("t5", "ddp2", 1, {}),
+    ("t5", "pp2", 1, {}),
+]
+
+
+def train(mesh, family, accumulation, options, directory):
+    run = split_trainer(mesh, family, directory, split=options, gradient_accumulation_steps=accumulation)
+    run.train()
+    assert not find_unequal_replicas(run.model)
+    return curve(run), shardwise.full_state_dict(run.model, rank0_only=True)
+
+
+@pytest.mark.parametrize(("family", "layout", "accumulation", "options"), CASES)
+def test_twenty_steps_are_those_of_one_process(on_ranks, tmp_path, family, layout, accumulation, options):
+    """13 rows in batches of 4: the last one has a single row, and one row has no targets."""
+    wanted, state = unsplit_run(family, accumulation)
+    (found, own), *others = on_ranks(train, directory=str(tmp_path))
+    assert len(found) == len(wanted) == STEPS
+    assert all(each == found for each, _ in others), "ranks log the same"
+    for (loss, norm), (expected, expected_norm) in zip(found, wanted, strict=True):
+        assert loss == pytest.approx(expected, abs=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-5)
+    assert own.keys() == state.keys()
+    for name, value in state.items():
+        torch.testing.assert_close(own[name], value, atol=1e-5, rtol=0, msg=name)
