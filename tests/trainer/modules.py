@@ -77,7 +77,14 @@ def arguments(directory, data_size=1, *, rows=4, kind=transformers.TrainingArgum
     chosen = {"max_steps": STEPS, "logging_steps": 1, "save_strategy": "no", "learning_rate": 1e-3} | options
     each = {name: rows // data_size for name in ("per_device_train_batch_size", "per_device_eval_batch_size")}
     return kind(
-        str(directory), use_cpu=True, report_to=[], disable_tqdm=True, adam_epsilon=1e-6, weight_decay=0.1, **each, **chosen
+        str(directory),
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        adam_epsilon=1e-6,
+        weight_decay=0.1,
+        **each,
+        **chosen,
     )
 
 

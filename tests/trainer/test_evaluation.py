@@ -86,10 +86,7 @@ def generate(mesh, directory):
 def unsplit_generation():
     with tempfile.TemporaryDirectory() as directory:
         given = arguments(
-            directory,
-            kind=transformers.Seq2SeqTrainingArguments,
-            predict_with_generate=True,
-            generation_max_length=12,
+            directory, kind=transformers.Seq2SeqTrainingArguments, predict_with_generate=True, generation_max_length=12
         )
         return transformers.Seq2SeqTrainer(build("t5"), given).predict(Rows("t5", 11)).predictions
 
@@ -102,7 +99,9 @@ def test_generated_tokens_are_those_of_one_process(on_ranks, tmp_path, layout):
 
 
 @pytest.mark.single
-@pytest.mark.parametrize(("ours", "theirs"), [(Trainer, transformers.Trainer), (Seq2SeqTrainer, transformers.Seq2SeqTrainer)])
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(Trainer, transformers.Trainer), (Seq2SeqTrainer, transformers.Seq2SeqTrainer)]
+)
 def test_an_unsplit_model_is_trained_by_transformers_alone(tmp_path, ours, theirs):
     states, logs = [], []
     kind = transformers.Seq2SeqTrainingArguments if "Seq2" in theirs.__name__ else transformers.TrainingArguments

@@ -1,0 +1,140 @@
+"""Checkpoints of adapted Trainers: resumed at another layout, loaded by transformers, left whole by a crash."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import shardwise
+from shardwise.comm.collectives import all_gather_objects
+from shardwise.testing.spawn import spawn
+from tests.trainer.modules import Rows, build, split_trainer
+
+pytestmark = pytest.mark.spawn
+
+RUN = {
+    "max_steps": -1,
+    "num_train_epochs": 3,
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "save_total_limit": 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+    "learning_rate": 1e-2,
+    "warmup_steps": 2,
+}
+NUM_STEPS = 12
+
+
+class StopAt(transformers.TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **others):
+        control.should_training_stop = state.global_step == self.step
+
+
+def run(mesh, directory, stop=0, dropout=0.0):
+    """Trains to the end, or from the last checkpoint to the end; returns the log and the best model's state."""
+    beside = {"eval_dataset": Rows("llama", 11), "callbacks": [StopAt(stop)]}
+    trainer = split_trainer(mesh, "llama", directory, num_rows=14, beside=beside, dropout=dropout, **RUN)
+    trainer.train(resume_from_checkpoint=any(Path(directory).glob("checkpoint-*")))
+    names = ("step", "loss", "grad_norm", "learning_rate", "eval_loss")
+    log = [{name: each[name] for name in names if name in each} for each in trainer.state.log_history]
+    state = shardwise.full_state_dict(trainer.model)
+    return [each for each in log if len(each) > 1], Path(trainer.state.best_model_checkpoint).name, state
+
+
+def differing(found, wanted):
+    """Entries of two logs that differ."""
+    pairs = zip_longest(found, wanted, fillvalue={})
+    return [
+        (one, other)
+        for one, other in pairs
+        if one.keys() != other.keys()
+        or any(one[name] != pytest.approx(other[name], rel=1e-5, abs=1e-5) for name in one)
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The uninterrupted run, and what it saved."""
+    directory = str(tmp_path_factory.mktemp("whole"))
+    return spawn(alone, 1, directory)[0], directory
+
+
+def alone(directory):
+    with shardwise.Mesh.open("tp1") as mesh:
+        return run(mesh, directory)
+
+
+@pytest.mark.parametrize(
+    ("layout", "later", "stop"),
+    [("fsdp2", "tp2", 7), ("tp2", "pp2", 4), ("pp2", "fsdp2.tp2", 8), ("fsdp2.tp2", "ddp2", 5), ("ddp2", "fsdp2", 10)],
+)
+def test_a_run_goes_on_at_another_layout(on_ranks, whole, tmp_path, layout, later, stop):
+    (log, best, state), _ = whole
+    on_ranks(run, directory=str(tmp_path), layout=layout, stop=stop)
+    for found, own_best, own in on_ranks(run, directory=str(tmp_path), layout=later, stop=0):
+        assert not differing(found, log)
+        assert own_best == best
+        for name, value in state.items():
+            torch.testing.assert_close(own[name], value, atol=1e-5, rtol=0, msg=name)
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 2
+
+
+@pytest.mark.parametrize("layout", ["fsdp2"])
+def test_dropout_masks_go_on_where_they_were(on_ranks, tmp_path, layout):
+    (log, *_), *_ = on_ranks(run, directory=str(tmp_path / "whole"), dropout=0.2)
+    on_ranks(run, directory=str(tmp_path / "parts"), dropout=0.2, stop=7)
+    for found, *_ in on_ranks(run, directory=str(tmp_path / "parts"), dropout=0.2):
+        assert not differing(found, log)
+
+
+@pytest.mark.single
+def test_a_checkpoint_is_one_of_transformers_too(whole):
+    (_, best, state), directory = whole
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(Path(directory) / best).state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in state.items())
+    assert (Path(directory) / best / "trainer_state.json").exists()
+    assert (Path(directory) / best / "training_args.bin").exists()
+
+
+def save_and_fail(mesh, directory):
+    """Rank 0 fails while it writes the Trainer's state."""
+    trainer = split_trainer(mesh, "llama", directory, max_steps=2, save_strategy="steps", save_steps=1)
+    if mesh.rank == 0:
+        write = trainer._save_scaler
+        trainer._save_scaler = lambda place: write(place) if trainer.state.global_step < 2 else 1 / 0
+    with pytest.raises((ZeroDivisionError, shardwise.ShardwiseError)):
+        trainer.train()
+    return sorted(each.name for each in Path(directory).glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("layout", ["tp2"])
+def test_a_save_that_fails_leaves_no_checkpoint(on_ranks, tmp_path, layout):
+    assert on_ranks(save_and_fail, directory=str(tmp_path)) == [["checkpoint-1"]] * 2
+
+
+def save_model_alone(mesh, directory):
+    options = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+    trainer = split_trainer(mesh, "llama", directory, max_steps=2, **options)
+    trainer.train()
+    trainer.save_model(f"{directory}/out")
+    return shardwise.full_state_dict(trainer.model), all_gather_objects(trainer.state.global_step, mesh.group())
+
+
+@pytest.mark.parametrize("layout", ["fsdp2.tp2"])
+def test_the_model_alone(on_ranks, tmp_path, layout):
+    (state, steps), *_ = on_ranks(save_model_alone, directory=str(tmp_path))
+    assert steps == [2] * 4
+    for place in ("out", "checkpoint-2"):
+        loaded = build("llama").from_pretrained(tmp_path / place).state_dict()
+        assert all(torch.equal(loaded[name], value) for name, value in state.items())
+        assert not (tmp_path / place / "optimizer.pt").exists()
