@@ -31,7 +31,8 @@ from shardwise.cli.tasks import example_rows, find_task, open_tools, read_task_r
 from shardwise.cli.training import train
 from shardwise.data.ahead import PackedBatches
 from shardwise.data.config import held_out
-from shardwise.data.documents import Documents, Record
+from shardwise.data.corpus import Record
+from shardwise.data.documents import Documents
 from shardwise.data.rows import MaskedRows, StreamRows
 from shardwise.data.tasks import TASKS, Tools, collate
 from shardwise.errors import ConfigError, LoadError
@@ -404,7 +405,7 @@ WRONG = {
     "another column": (
         "sequence-classification",
         {"data": {"columns": {}}},
-        "there is no 'text'",
+        "there is no key 'text'",
         "data.columns={text: ...}",
     ),
     "no such metric": ("ctc", {"evaluation": {"metric": "accuracy"}}, "evaluation.metric is 'accuracy'", "wer"),

@@ -1,10 +1,9 @@
 """The tokenizer and the rows of a run: tokenized once per machine, cached, and opened by every rank."""
 
-import hashlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,31 @@ from shardwise.cli.config_file import Problems
 from shardwise.cli.launch import local_rank
 from shardwise.comm.agree import agree_on, run_on_local_rank_0
 from shardwise.comm.collectives import Group
-from shardwise.data.config import RECORD_PATTERNS, DataConfig, SourceConfig, held_out, patterns_of, rows_of, sources_of
-from shardwise.data.corpus import DataSource, Encoder, dataset_source, digest, file_source, find_files
+from shardwise.data.config import (
+    RECORD_PATTERNS,
+    DataConfig,
+    SourceConfig,
+    columns_of,
+    held_out,
+    patterns_of,
+    rows_of,
+    sources_of,
+)
+from shardwise.data.corpus import (
+    DataSource,
+    Encoder,
+    Record,
+    dataset_records,
+    dataset_source,
+    digest,
+    file_records,
+    file_source,
+    find_files,
+)
 from shardwise.data.documents import (
     Document,
     Documents,
-    Record,
-    dataset_records,
     documents_path,
-    file_records,
     read_documents,
     text_documents,
     write_documents,
@@ -69,7 +84,7 @@ def prepare_rows(
     def read() -> tuple[Rows, dict[str, str]]:
         # The other ranks open the source afterwards: by then a data set of the hub has been downloaded once.
         found = paths or [
-            documents_path(directory, *_open_documents(source, tokenizer).fingerprints) for source in sources_of(data)
+            documents_path(directory, _open_documents(source, tokenizer).fingerprint) for source in sources_of(data)
         ]
         parts = [_make_rows(read_documents(path), data, tokenizer, apart=apart, dtype=dtype) for path in found]
         rows: Rows = MixedRows(parts, [source.weight for source in data.sources]) if data.sources else parts[0]
@@ -90,8 +105,8 @@ def prepare_rows(
 
 def _tokenize(source: SourceConfig, tokenizer: Any, directory: Path, console: Console) -> Path:
     """Writes the documents of a source, unless a sound file of them exists; returns its path."""
-    documents = _open_documents(source, tokenizer)
-    path = documents_path(directory, *documents.fingerprints)
+    documents, files = _open_documents(source, tokenizer), _files_of(source, patterns_of(source))
+    path = documents_path(directory, documents.fingerprint)
     try:
         if path.exists():
             read_documents(path, verify=True)
@@ -105,7 +120,8 @@ def _tokenize(source: SourceConfig, tokenizer: Any, directory: Path, console: Co
         num_targets = write_documents(path, documents.read(lambda done: bar.update(task, completed=done)))
     written = read_documents(path)
     parts = f"{len(written.ends):,} documents, {len(written.tokens):,} tokens, {num_targets:,} of them learned"
-    console.print(f"tokens  {documents.name}: {parts}")
+    name = f"{source.path}, {counted(len(files), 'file')}" if files else source.dataset
+    console.print(f"tokens  {name}: {parts}")
     return path
 
 
@@ -139,70 +155,58 @@ def check_records(config: TrainConfig, tokenizer: Any) -> list[Problem]:
     return problems
 
 
-@dataclass(frozen=True)
-class _Documents:
-    """Tokenized documents of a source.
-
-    Attributes:
-        name: what is read, in words.
-        fingerprints: digests of the source, and of everything else that determines the tokens.
-        size: size of the source, in its own unit.
-        read: yields the documents, and calls its argument with the amount read so far.
-    """
-
-    name: str
-    fingerprints: tuple[str, str]
-    size: int
-    read: Callable[[Callable[[int], None]], Iterator[Document]]
-
-
-def _open_documents(source: SourceConfig, tokenizer: Any, *, limit: int | None = None) -> _Documents:
+def _open_documents(source: SourceConfig, tokenizer: Any, *, limit: int | None = None) -> DataSource[Document]:
     """Returns the documents of a source; with `limit` only of the first records."""
-    encoder = build_encoder(tokenizer)
-    files = find_files(Path(source.path), patterns_of(source)) if source.path is not None else ()
-    name = f"{source.path}, {counted(len(files), 'file')}" if files else str(source.dataset)
+    encoder, files = build_encoder(tokenizer), _files_of(source, patterns_of(source))
     if source.format == "text":
         text = open_source(source, files)
-        fingerprints = text.fingerprint, f"text {encoder.fingerprint} {encoder.start} {encoder.separator}"
-        return _Documents(name, fingerprints, text.size, lambda on_progress: text_documents(text, encoder, on_progress))
-    names = ("prompt", "response") if source.format == "prompt" else ("messages", "tools")
-    keys = {name: str(getattr(source, f"{name}_key")) for name in names}
-    examples = build_example_encoder(
-        tokenizer, kind=source.format, keys=keys, as_chat=source.as_chat, learn=source.learn
-    )
+        return DataSource(
+            fingerprint=digest(text.fingerprint, encoder.fingerprint, encoder.start, encoder.separator),
+            size=text.size,
+            read=lambda on_progress: text_documents(text, encoder, on_progress),
+        )
+    examples = build_example_encoder(tokenizer, kind=source.format, as_chat=source.as_chat, learn=source.learn)
     records = open_records(source, files)
+    return DataSource(
+        fingerprint=digest(records.fingerprint, examples.fingerprint, encoder.fingerprint),
+        size=records.size,
+        read=lambda on_progress: encode_examples(itertools.islice(records.read(on_progress), limit), examples),
+    )
 
-    def read(on_progress: Callable[[int], None]) -> Iterator[Document]:
-        return encode_examples(itertools.islice(records.read(on_progress), limit), examples)
 
-    fingerprints = records.fingerprint, f"{examples.fingerprint} {encoder.fingerprint}"
-    return _Documents(name, fingerprints, records.size, read)
+def _files_of(source: SourceConfig, patterns: Sequence[str]) -> tuple[Path, ...]:
+    return () if source.path is None else find_files(Path(source.path), patterns)
 
 
 def open_source(source: SourceConfig, files: Sequence[Path] = ()) -> DataSource[str | None]:
     """Returns the texts of `files`, or of the data set that `source` names."""
-    if files:
-        return file_source(files, text_key=source.text_key)
-    return dataset_source(text_key=source.text_key, **_open_dataset(source))
+    key = columns_of(source)["text"]
+    return file_source(files, text_key=key) if files else dataset_source(text_key=key, **_open_dataset(source))
 
 
 def open_records(source: SourceConfig, files: Sequence[Path] = ()) -> DataSource[Record]:
-    """Returns the records of `files`, or of the data set that `source` names: prompts with responses, or messages."""
-    return file_records(files) if files else dataset_records(**_open_dataset(source))
+    """Returns the records of `files`, or of the data set that `source` names."""
+    opened = file_records(files) if files else dataset_records(**_open_dataset(source))
+    columns = columns_of(source)
+
+    def read(on_progress: Callable[[int], None]) -> Iterator[Record]:
+        return (replace(each, columns=columns) for each in opened.read(on_progress))
+
+    return replace(opened, fingerprint=digest(opened.fingerprint, columns), read=read)
 
 
 def read_records(source: SourceConfig) -> tuple[list[Record], str]:
     """Returns all records of a source, in memory, and a fingerprint that changes with what they hold."""
-    if source.path is None:
+    files = _files_of(source, source.include or RECORD_PATTERNS)
+    if not files:
         opened = open_records(source)
-        return [replace(each, columns=source.columns) for each in opened.read(lambda done: None)], opened.fingerprint
-    records: list[Record] = []
-    sums = hashlib.sha256(digest(source.columns).encode())
-    for file in find_files(Path(source.path), source.include or RECORD_PATTERNS):
-        for each in file_records([file]).read(lambda done: None):
-            records.append(replace(each, columns=source.columns, directory=file.parent))
-            sums.update(digest(sorted(each.values.items())).encode())
-    return records, sums.hexdigest()
+        return list(opened.read(lambda done: None)), opened.fingerprint
+    records = [
+        replace(each, directory=file.parent)
+        for file in files
+        for each in open_records(source, [file]).read(lambda done: None)
+    ]
+    return records, digest(columns_of(source), [digest(sorted(each.values.items())) for each in records])
 
 
 def import_datasets(config: SourceConfig) -> Any:

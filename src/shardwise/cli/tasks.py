@@ -16,10 +16,9 @@ from shardwise.checkpoint.store import find_tag
 from shardwise.cli.data import read_records, tokenizer_digest
 from shardwise.cli.run_checkpoints import find_newest
 from shardwise.data.config import SourceConfig, WeightedSource, sources_of
-from shardwise.data.corpus import digest
-from shardwise.data.documents import Record
+from shardwise.data.corpus import Record, digest
 from shardwise.data.tables import is_table
-from shardwise.data.tasks import TASKS, ExampleRows, Task, Tools, column_of, find_label
+from shardwise.data.tasks import TASKS, ExampleRows, Task, Tools, find_label
 from shardwise.errors import ConfigError, LoadError, UnsupportedError, counted, one_line
 from shardwise.parallel.build import model_class_of, read_config
 from shardwise.train.run_config import ModelConfig, TrainConfig
@@ -183,7 +182,7 @@ def _find_labels(config: TrainConfig, task: Task, model_config: Any) -> tuple[tu
     column, found = task.columns[-1], set()
     for source in sources_of(config.data):
         for record in read_task_records(source, task)[0]:
-            value = column_of(record, column)
+            value = record.value(column)
             if value == "":
                 raise LoadError("the label is empty", at=record.place, fix="leave the record out")
             found.update(value if isinstance(value, list) else [value])
@@ -246,7 +245,7 @@ def example_rows(sources: Sequence[SourceConfig], task: Task, tools: Tools) -> E
         fingerprints.append((fingerprint, weight, source.columns))
     if task.metrics == "classes":  # a label that the model does not know would end the run when its row comes
         for record in records:
-            value = column_of(record, task.columns[-1])
+            value = record.value(task.columns[-1])
             for label in value if isinstance(value, list) else [value]:
                 tools.label(record, label)
     padding = getattr(tools.tokenizer, "pad_token_id", None)

@@ -82,9 +82,9 @@ class SourceConfig:
     learn: Literal["all", "last"] = "all"
     """Whether all messages of the assistant are trained on, or the last one of a conversation."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Of tasks other than language models: where a record holds what, such as `{text: sentence, label: stars}`. The
-    names are text (and text_pair) and label; tokens and tags; question, context and answers; image or audio and label;
-    audio and text; messages and images; prompt and response."""
+    """Where a record holds what, such as `{text: sentence, label: stars}`; `text_key` and the other keys say the same.
+    The names are text (and text_pair) and label; tokens and tags; question, context and answers; image or audio and
+    label; audio and text; messages and images, or tools; prompt and response."""
     include: tuple[str, ...] | None = None
     """Which files of a directory are read, as glob patterns below it; by default tables but .json; of `text`
     .txt, .md, .rst, .py, .jsonl and .parquet."""
@@ -150,6 +150,12 @@ def rows_of(data: DataConfig) -> Literal["stream", "packed", "padded"]:
 def sources_of(data: DataConfig) -> tuple[SourceConfig, ...]:
     """Returns the sources of the data."""
     return data.sources or (data,)
+
+
+def columns_of(source: SourceConfig) -> dict[str, str]:
+    """Returns the names of a record's fields by the names that we give them."""
+    names = ("text", "prompt", "response", "messages", "tools")
+    return {name: getattr(source, f"{name}_key") for name in names} | source.columns
 
 
 def patterns_of(data: SourceConfig) -> tuple[str, ...]:
