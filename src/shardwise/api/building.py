@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.api.checkpoints import fill_model, holds_all
 from shardwise.api.prepare import check_options, fingerprint, prepare
-from shardwise.api.sources import SAME_FILES, WeightSource, build_meta
+from shardwise.api.sources import SAME_FILES, Place, WeightSource, build_meta
 from shardwise.checkpoint.stored import StoredParts
 from shardwise.comm.agree import agree_on
 from shardwise.errors import LoadError
@@ -24,7 +24,7 @@ from shardwise.weights.locate import ADAPTER_CONFIG, check_no_checkpoint
 
 
 def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
-    source: str | os.PathLike[str] | PreTrainedConfig,
+    source: Place | PreTrainedConfig,
     mesh: Mesh,
     *,
     auto_class: Any = None,
@@ -85,7 +85,7 @@ def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
 
 
 def load_by_spec(  # noqa: PLR0913 - what `load` takes
-    source: str | os.PathLike[str] | PreTrainedConfig,
+    source: Place | PreTrainedConfig,
     mesh: Mesh,
     spec: ParallelSpec,
     *,

@@ -17,7 +17,7 @@ from shardwise.api.building import parallelize
 from shardwise.api.prepare import decide
 from shardwise.comm.collectives import all_reduce_
 from shardwise.data.batch import count_targets, split_rows, target_names
-from shardwise.errors import ConfigError, PlanError, one_line
+from shardwise.errors import ConfigError, PlanError, as_error
 from shardwise.estimate.cuts import check_pipeline, fewest_microbatches, smallest_schedule
 from shardwise.lora.inject import inject_alike, read_adapter_config
 from shardwise.loss.label_use import note_label_use
@@ -251,14 +251,9 @@ def _inject(configs: Mapping[str, Any], tiny: nn.Module) -> nn.Module:
     """Adds adapters with random values to the tiny model."""
     large = nn.Module()  # represents the model that has them
     large.__dict__["peft_config"] = configs
-    try:
+    what, fix = f"the adapter does not fit {type(tiny).__name__}", "name modules of this model in target_modules"
+    with as_error(ConfigError, what, ValueError, TypeError, AttributeError, fix=fix, limit=400):
         return inject_alike(large, tiny)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"the adapter does not fit {type(tiny).__name__}",
-            why=one_line(error, limit=400),
-            fix="name modules of this model in target_modules",
-        ) from error
 
 
 def _draws_in_order(spec: ParallelSpec, pp_size: int) -> bool:

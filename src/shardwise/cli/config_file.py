@@ -3,6 +3,7 @@
 The keys are declared in `train/run_config.py`; pydantic checks types and bounds.
 """
 
+import argparse
 import dataclasses
 import json
 import re
@@ -79,6 +80,20 @@ class Problems(list[Problem]):
         """Adds the problems of keys that have none yet."""
         keys = self.affected()
         self.extend(problem for problem in more if problem.key not in keys)
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `read_config`."""
+    parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help="the run; `train --help` lists its keys")
+    add_overrides(parser)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Adds the keys that override those of a run's file."""
+    about = "keys that override the file's, such as data.seq_length=256"
+    parser.add_argument(
+        "overrides", nargs="*", default=None, metavar="key=value", help=about
+    )  # else argparse needs one
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:

@@ -14,8 +14,7 @@ from rich.progress import Progress
 
 from shardwise.cli.config_file import Problems
 from shardwise.cli.launch import local_rank
-from shardwise.comm.agree import agree_on, run_on_local_rank_0
-from shardwise.comm.collectives import Group
+from shardwise.comm.agree import run_on_local_rank_0
 from shardwise.data.config import (
     RECORD_PATTERNS,
     DataConfig,
@@ -47,7 +46,7 @@ from shardwise.data.documents import (
 )
 from shardwise.data.examples import build_example_encoder, encode_examples, start_tokens
 from shardwise.data.rows import DocumentMasking, DocumentRows, MaskedRows, MixedRows, Rows, StreamRows
-from shardwise.errors import ConfigError, LoadError, counted, did_you_mean, one_line
+from shardwise.errors import ConfigError, LoadError, as_error, counted, did_you_mean
 from shardwise.train.run_config import Problem, TrainConfig
 from shardwise.weights.locate import locate_source
 
@@ -62,18 +61,17 @@ def prepare_rows(
     tokenizer: Any,
     console: Console,
     *,
-    group: Group | None,
     apart: DocumentMasking,
     dtype: torch.dtype,
     masks: bool,
-) -> Rows:
-    """Returns the rows of `data`, tokenized by one rank of each machine unless a cache exists.
+) -> Callable[[], Rows]:
+    """Tokenizes `data` on one rank of each machine, unless a cache exists; returns a function that opens the rows.
 
     Args:
         apart: how documents of packed or padded rows are separated.
         masks: whether tokens are masked and learned, for a masked language model.
 
-    Communicates: like `run_on_local_rank_0` and `agree_on`.
+    Communicates: like `run_on_local_rank_0`.
     """
     directory = Path(config.data.cache_dir or Path(config.log.dir) / "tokens")
     paths: list[Path] = []
@@ -81,7 +79,7 @@ def prepare_rows(
     def tokenize() -> None:
         paths.extend(_tokenize(source, tokenizer, directory, console) for source in sources_of(data))
 
-    def read() -> tuple[Rows, dict[str, str]]:
+    def read() -> Rows:
         # The other ranks open the source afterwards: by then a data set of the hub has been downloaded once.
         found = paths or [
             documents_path(directory, _open_documents(source, tokenizer).fingerprint) for source in sources_of(data)
@@ -90,17 +88,11 @@ def prepare_rows(
         rows: Rows = MixedRows(parts, [source.weight for source in data.sources]) if data.sources else parts[0]
         if masks:
             kept, mask = tokenizer.all_special_ids, tokenizer.mask_token_id
-            rows = MaskedRows(rows, mask=mask, num_tokens=len(tokenizer), kept=kept, seed=config.seed)
-        return rows, {f"the {key} of the rows": str(value) for key, value in rows.identity().items()}
+            return MaskedRows(rows, mask=mask, num_tokens=len(tokenizer), kept=kept, seed=config.seed)
+        return rows
 
     run_on_local_rank_0(tokenize, local_rank=local_rank())
-    return agree_on(
-        group,
-        read,
-        doing="reading the data",
-        what="the ranks read different data",
-        fix="give every machine the same files, tokenizer and versions, or a directory that all of them share",
-    )
+    return read
 
 
 def _tokenize(source: SourceConfig, tokenizer: Any, directory: Path, console: Console) -> Path:
@@ -226,30 +218,26 @@ def find_dataset(config: SourceConfig) -> None:
     datasets = import_datasets(config)
     if Path(str(config.dataset)).is_dir():
         return
-    try:
+    what, fix = (
+        f"the data set {config.dataset!r} cannot be had",
+        "check its name and subset, and that the hub is reached",
+    )
+    with as_error(LoadError, what, fix=fix):
         datasets.load_dataset_builder(config.dataset, config.subset)
-    except Exception as error:  # of many kinds, some of which only the library has
-        what = f"the data set {config.dataset!r} cannot be had"
-        raise LoadError(
-            what, why=one_line(error), fix="check its name and subset, and that the hub is reached"
-        ) from error
 
 
 def _open_dataset(config: SourceConfig) -> dict[str, Any]:
     """Returns the rows of a split, their number (0: unknown), and a text that changes with them."""
     datasets = import_datasets(config)
     name, most = str(config.dataset), config.max_records
-    try:
+    what = f"datasets cannot open {config.split!r} of {name!r}"
+    with as_error(LoadError, what, KeyError, OSError, ValueError, at="data.dataset"):
         if any((Path(name) / marker).exists() for marker in ("state.json", "dataset_dict.json")):
             rows = datasets.load_from_disk(name)
             rows = rows[config.split] if isinstance(rows, dict) else rows
         else:
             streams = {"streaming": True} if config.streamed else {}
             rows = datasets.load_dataset(name, config.subset, split=config.split, **streams)
-    except (KeyError, OSError, ValueError) as error:
-        raise LoadError(
-            f"datasets cannot open {config.split!r} of {name!r}", at="data.dataset", why=str(error)
-        ) from error
     if config.streamed:
         about = [name, config.subset, config.split, most, str(getattr(rows, "info", ""))]
         return {"rows": rows if most is None else rows.take(most), "size": most or 0, "fingerprint": digest(about)}
@@ -286,18 +274,13 @@ def read_template(tokenizer: Any, chosen: str) -> str:
 def read_tokenizer(place: str, *, option: str) -> Any:
     """Returns the tokenizer of the directory or hub id in `option`. Raises `LoadError` if it cannot be loaded."""
     locate_source(place)
-    try:
+    fix = f"set {option} to a directory or hub id with tokenizer files"
+    with as_error(LoadError, f"cannot load a tokenizer from {place!r}", fix=fix):
         tokenizer = transformers.AutoTokenizer.from_pretrained(place)
         special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
         if len(tokenizer.get_vocab().keys() - special) < 2:  # transformers invents one where there are no files
             raise ValueError("there are no tokenizer files, so its vocabulary has special tokens only")
         return tokenizer
-    except Exception as error:  # a damaged file raises errors of many kinds
-        raise LoadError(
-            f"cannot load a tokenizer from {place!r}",
-            why=one_line(error),
-            fix=f"set {option} to a directory or hub id with tokenizer files",
-        ) from error
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

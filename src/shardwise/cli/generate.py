@@ -76,24 +76,14 @@ def _generate(arguments: argparse.Namespace, shape: MeshShape) -> None:
                 fix = f"shardwise convert {place} --adapter --to hf OUT; shardwise generate BASE --adapter OUT"
                 raise ConfigError(f"{place} holds checkpoints of an adapter, or gets one", fix=fix)
             source = read_config(stored.directory / "config.json", {})[0]
-        model: Any = load_by_spec(
-            source,
-            mesh,
-            ParallelSpec(),
-            dtype=arguments.dtype,
-            seed=0,
-            adapter=arguments.adapter,
-            checkpoint=stored,
-            options={},
-        )
+        values = {"dtype": arguments.dtype, "adapter": arguments.adapter, "checkpoint": stored}
+        model: Any = load_by_spec(source, mesh, ParallelSpec(), seed=0, options={}, **values)
         ids = _encode(tokenizer, arguments.prompt, is_chat=arguments.chat)
         ids = {name: value.to(mesh.device) for name, value in ids.items() if name in ("input_ids", "attention_mask")}
-        samples = {"do_sample": True, "temperature": arguments.temperature} if arguments.temperature else {}
+        samples = {"do_sample": bool(arguments.temperature), "temperature": arguments.temperature or None}
         shown = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if mesh.rank == 0 else None
         torch.manual_seed(arguments.seed)
-        model.generate(
-            **ids, max_new_tokens=arguments.max_new_tokens, streamer=shown, **(samples or {"do_sample": False})
-        )
+        model.generate(**ids, max_new_tokens=arguments.max_new_tokens, streamer=shown, **samples)
 
 
 def _encode(tokenizer: Any, prompt: str, *, is_chat: bool) -> Any:

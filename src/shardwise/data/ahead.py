@@ -61,16 +61,11 @@ class PackedBatches:
             may_differ: whether the data may be other than that of `state`: then reading begins at the first batch, or,
                 with another batch size alone, behind the rows that were read.
         """
-        here = self._identity()
-        changed = {
-            key: f"{key} was {state.get(key)}, is {value}"
-            for key, value in sorted(here.items())
-            if state.get(key) != value
-        }
+        changed = {key: value for key, value in sorted(self._identity().items()) if state.get(key) != value}
         if changed and not may_differ:
             raise ConfigError(
                 "this run was reading other data",
-                why="; ".join(changed.values()),
+                why="; ".join(f"{key} was {state.get(key)}, is {value}" for key, value in changed.items()),
                 fix="resume with the same data, seq_length, batch_size and seed, or start a new run",
             )
         num_rows = state["num_batches_read"] * state.get("batch_size", self.batch_size)

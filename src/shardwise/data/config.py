@@ -165,6 +165,10 @@ def patterns_of(data: SourceConfig) -> tuple[str, ...]:
     return TEXT_PATTERNS if data.format == "text" else RECORD_PATTERNS
 
 
+_OF_DATASETS = ("subset", "split", "streamed", "max_records")
+"""The keys that say something of a `dataset`."""
+
+
 def held_out(data: DataConfig, evaluation: EvaluationConfig) -> DataConfig:
     """Returns the `DataConfig` for evaluation: `data`, or the first of its sources, with the evaluation's path and
     format.
@@ -174,18 +178,8 @@ def held_out(data: DataConfig, evaluation: EvaluationConfig) -> DataConfig:
     chosen = evaluation.format or data.format
     rows = "auto" if data.rows == "stream" and chosen != "text" else data.rows
     as_chat = data.as_chat and chosen == "prompt"
-    return replace(
-        data,
-        path=evaluation.path,
-        dataset=None,
-        subset=None,
-        streamed=False,
-        max_records=None,
-        format=chosen,
-        rows=rows,
-        as_chat=as_chat,
-        state=None,
-    )
+    unset = {name: getattr(DataConfig, name) for name in ("dataset", "state", *_OF_DATASETS)}
+    return replace(data, path=evaluation.path, format=chosen, rows=rows, as_chat=as_chat, **unset)
 
 
 _MEANT_FOR = {
@@ -211,7 +205,7 @@ def check_data(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[Probl
         if (source.path is None) == (source.dataset is None):
             given = "neither is given" if source.path is None else "both are given"
             yield Problem(key, f"takes either path (files) or dataset (the datasets library); {given}")
-        for name in ("subset", "split", "streamed", "max_records") if source.dataset is None else ():
+        for name in _OF_DATASETS if source.dataset is None else ():
             if getattr(source, name) != getattr(SourceConfig, name):
                 yield Problem(f"{key}.{name}", f"has an effect only with {key}.dataset")
     for each in fields(EvaluationConfig):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from shardwise.data.tables import TABLES, is_table, read_table
-from shardwise.errors import ConfigError, LoadError, did_you_mean
+from shardwise.errors import ConfigError, LoadError, as_error, did_you_mean
 from shardwise.weights.staging import disk_errors
 
 PIECE_CHARS = 1 << 20  # larger text files are encoded in pieces of about this size, cut at line ends
@@ -110,7 +110,7 @@ class Record:
             f"{name!r} holds nothing" if is_null else f"there is no key {name!r}{did_you_mean(name, names)}",
             at=self.place,
             why=f"the keys are {', '.join(names)}",
-            fix=f"name the key that holds it: data.columns={{{column}: ...}}; all records of a data set have one data.format",
+            fix=f"name the key that holds it: data.columns={{{column}: ...}}; all records have one data.format",
         )
 
     def text(self, column: str) -> str:
@@ -156,12 +156,12 @@ def _read_files(files: Sequence[Path], read_file: Callable[[Path], Iterator[Item
     def read(on_progress: Callable[[int], None]) -> Iterator[Item]:
         done = 0
         for file, (_, stat) in zip(files, stats, strict=True):
-            try:
-                with disk_errors(f"cannot read {file}"):
-                    yield from read_file(file)
-            except UnicodeDecodeError as error:
-                fix = "convert it (iconv -f ... -t UTF-8), or leave it out with data.include"
-                raise LoadError(f"{file} is not UTF-8 text", why=str(error), fix=fix) from error
+            fix = "convert it (iconv -f ... -t UTF-8), or leave it out with data.include"
+            with (
+                disk_errors(f"cannot read {file}"),
+                as_error(LoadError, f"{file} is not UTF-8 text", UnicodeDecodeError, fix=fix),
+            ):
+                yield from read_file(file)
             done += stat.st_size
             on_progress(done)
 

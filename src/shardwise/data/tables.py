@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import ConfigError, LoadError
+from shardwise.errors import ConfigError, LoadError, as_error
 
 
 def json_lines(file: Path) -> Iterator[tuple[str, Any]]:
@@ -15,10 +15,8 @@ def json_lines(file: Path) -> Iterator[tuple[str, Any]]:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            try:
+            with as_error(LoadError, "a line is not JSON", json.JSONDecodeError, at=f"{file}:{number}"):
                 value = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise LoadError("a line is not JSON", at=f"{file}:{number}", why=str(error)) from error
             yield f"{file}:{number}", value
 
 
@@ -56,14 +54,10 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
     except ImportError as error:
         what = f"{file} needs the package pyarrow, which is not installed"
         raise ConfigError(what, fix="pip install pyarrow, or convert the file to .jsonl") from error
-    number = 0
-    try:
-        for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{file}, row {number}", row
-    except pyarrow.ArrowException as error:
-        raise LoadError(f"{file} is not Parquet", why=str(error)) from error
+    with as_error(LoadError, f"{file} is not Parquet", pyarrow.ArrowException):
+        batches = pyarrow.parquet.ParquetFile(file).iter_batches()
+        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
+            yield f"{file}, row {number}", row
 
 
 _READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {

@@ -15,7 +15,7 @@ from shardwise.data.corpus import Record, digest
 from shardwise.data.media import read_image, read_sound
 from shardwise.data.messages import read_messages
 from shardwise.data.rows import Rows
-from shardwise.errors import LoadError, ShardwiseError, counted, one_line
+from shardwise.errors import LoadError, as_error, counted
 
 Example = dict[str, Any]
 _MULTIPLE = 8  # rows of text are padded to a multiple of this
@@ -50,10 +50,8 @@ class Tools:
     def label(self, record: Record, value: Any) -> int | float:
         """Returns the index of a class by its name or number; a number where there are no classes."""
         if not self.labels:
-            try:
+            with as_error(LoadError, f"the label {value!r} is no number", TypeError, ValueError, at=record.place):
                 return float(value)
-            except (TypeError, ValueError) as error:
-                raise LoadError(f"the label {value!r} is no number", at=record.place) from error
         number = find_label(self.labels, value, is_numbered=self.is_numbered)
         if number is None:
             known = ", ".join(self.labels[:12])
@@ -100,25 +98,29 @@ def _encode_words(record: Record, tools: Tools) -> Example:
 
 
 def _encode_question(record: Record, tools: Tools) -> Example:
-    """Like transformers' own script: an answer beyond the row is at the first token."""
-    question, context = (str(record.value(column)) for column in ("question", "context"))
-    answers = record.value("answers")
+    encoded, spans = encode_answers(record, tools)
+    return {**encoded, "start_positions": spans[0][0], "end_positions": spans[0][1]}
+
+
+def encode_answers(record: Record, tools: Tools) -> tuple[Any, list[tuple[int, int]]]:
+    """Returns the inputs of a question, and the first and the last token of each answer. Like in transformers' own
+    script an answer beyond the row, or none, is at the first token.
+    """
+    question, context, answers = str(record.value("question")), str(record.value("context")), record.value("answers")
     encoded = tools.tokenizer(
         question, context, truncation="only_second", max_length=tools.seq_length, return_offsets_mapping=True
     )
-    offsets, parts = encoded.pop("offset_mapping"), encoded.sequence_ids()
-    start = end = 0
-    if answers["text"]:
-        first = answers["answer_start"][0]
-        last = first + len(answers["text"][0])
+    offsets, parts, spans = encoded.pop("offset_mapping"), encoded.sequence_ids(), []
+    for first, text in zip(answers["answer_start"], answers["text"], strict=True):
+        last = first + len(text)
         inside = [
             place
             for place, (part, (begin, stop)) in enumerate(zip(parts, offsets, strict=True))
             if part == 1 and begin < last and stop > first
         ]
-        if inside and offsets[inside[0]][0] <= first and offsets[inside[-1]][1] >= last:
-            start, end = inside[0], inside[-1]
-    return {**encoded, "start_positions": start, "end_positions": end}
+        is_whole = inside and offsets[inside[0]][0] <= first and offsets[inside[-1]][1] >= last
+        spans.append((inside[0], inside[-1]) if is_whole else (0, 0))
+    return encoded, spans or [(0, 0)]
 
 
 def _encode_image(record: Record, tools: Tools) -> Example:
@@ -259,7 +261,7 @@ class ExampleRows(Rows):
     """Rows of one example each, which are encoded when they are read.
 
     Args:
-        records: of all ranks, in the same order.
+        records: of all ranks, in the same order; also an attribute.
         fingerprint: changes with the records.
         paddings: what fills a sequence up, by the input's name; 0 for others.
     """
@@ -276,7 +278,7 @@ class ExampleRows(Rows):
         paddings: Mapping[str, int],
     ) -> None:
         self.num_rows, self.num_tokens, self.seq_length = len(records), 0, tools.seq_length
-        self._records, self._encode, self._tools, self._paddings = records, encode, tools, paddings
+        self.records, self._encode, self._tools, self._paddings = records, encode, tools, paddings
         identity = digest("examples", fingerprint, tools.fingerprint, list(tools.labels), tools.seq_length)
         self.checksum = int(identity[:12], 16)
         self._lengths: dict[int, int] = {}
@@ -297,7 +299,7 @@ class ExampleRows(Rows):
             return 0
         for row in batch:
             if row not in self._lengths:
-                sound = hear(self._records[row], tools) if hears else ()
+                sound = hear(self.records[row], tools) if hears else ()
                 self._lengths[row] = len(sound if hears else self._encoded(row)["input_ids"])
         longest = max(self._lengths[row] for row in batch)
         return longest if hears else -(-longest // _MULTIPLE) * _MULTIPLE
@@ -309,13 +311,9 @@ class ExampleRows(Rows):
         return batch | {name: value for name, value in own.items() if name != "labels"}
 
     def _encoded(self, row: int) -> Example:
-        record = self._records[row]
-        try:
+        record = self.records[row]
+        with as_error(LoadError, "the record cannot be encoded", at=record.place):
             return self._encode(record, self._tools)
-        except ShardwiseError:
-            raise
-        except Exception as error:  # of many kinds: a tokenizer's, a processor's
-            raise LoadError("the record cannot be encoded", at=record.place, why=one_line(error)) from error
 
 
 def collate(examples: Sequence[Example], paddings: Mapping[str, int], *, width: int = 0) -> dict[str, Tensor]:
