@@ -79,12 +79,19 @@ def prepare_rows(
     def tokenize() -> None:
         paths.extend(_tokenize(source, tokenizer, directory, console) for source in sources_of(data))
 
+    def cut(documents: Documents) -> Rows:
+        if rows_of(data) == "stream":
+            return StreamRows(documents, seq_length=data.seq_length)
+        padding = build_encoder(tokenizer).separator if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        options: dict[str, Any] = {"seq_length": data.seq_length, "too_long": data.too_long, "dtype": dtype}
+        return DocumentRows(documents, apart=apart, padding=padding, **options)
+
     def read() -> Rows:
         # The other ranks open the source afterwards: by then a data set of the hub has been downloaded once.
         found = paths or [
             documents_path(directory, _open_documents(source, tokenizer).fingerprint) for source in sources_of(data)
         ]
-        parts = [_make_rows(read_documents(path), data, tokenizer, apart=apart, dtype=dtype) for path in found]
+        parts = [cut(read_documents(path)) for path in found]
         rows: Rows = MixedRows(parts, [source.weight for source in data.sources]) if data.sources else parts[0]
         if masks:
             kept, mask = tokenizer.all_special_ids, tokenizer.mask_token_id
@@ -115,21 +122,6 @@ def _tokenize(source: SourceConfig, tokenizer: Any, directory: Path, console: Co
     name = f"{source.path}, {counted(len(files), 'file')}" if files else source.dataset
     console.print(f"tokens  {name}: {parts}")
     return path
-
-
-def _make_rows(
-    documents: Documents, data: DataConfig, tokenizer: Any, *, apart: DocumentMasking, dtype: torch.dtype
-) -> StreamRows | DocumentRows:
-    if rows_of(data) == "stream":
-        return StreamRows(documents, seq_length=data.seq_length)
-    return DocumentRows(
-        documents,
-        seq_length=data.seq_length,
-        too_long=data.too_long,
-        apart=apart,
-        padding=build_encoder(tokenizer).separator if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-        dtype=dtype,
-    )
 
 
 def check_records(config: TrainConfig, tokenizer: Any) -> list[Problem]:

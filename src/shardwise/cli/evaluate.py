@@ -33,6 +33,5 @@ def run(arguments: argparse.Namespace) -> int:
 
         evaluate(config)
 
-    words = ["evaluate", str(arguments.config), *arguments.overrides, *(["--traceback"] * arguments.traceback)]
     num_ranks = MeshShape.parse(config.layout).world_size
-    return run_ranks(words, body, num_ranks=num_ranks, show_traceback=arguments.traceback)
+    return run_ranks(arguments.words, body, num_ranks=num_ranks, show_traceback=arguments.traceback)

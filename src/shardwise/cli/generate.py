@@ -40,13 +40,10 @@ def run(arguments: argparse.Namespace) -> int:
     shape = MeshShape.parse(arguments.layout)
     if shape.data_size > 1:
         raise ConfigError(f"the layout {shape} has data ranks", why="there is one prompt", fix="use tp and pp ranks")
+    words = arguments.words
     if arguments.prompt is None:
         arguments.prompt = sys.stdin.read()
-    options = {key: value for key, value in vars(arguments).items() if key not in ("command", "run", "model")}
-    words = ["generate", arguments.model]
-    for key, value in options.items():
-        name = f"--{key.replace('_', '-')}"
-        words += [name] if value is True else [f"{name}={value}"] if value not in (None, False) else []
+        words = [*words, f"--prompt={arguments.prompt}"]
     return run_ranks(
         words, lambda: _generate(arguments, shape), num_ranks=shape.world_size, show_traceback=arguments.traceback
     )

@@ -54,11 +54,6 @@ def build_model(
     if problems := _check_fit(model_config, config, num_tokens):
         raise config_error("the configuration", problems)
     options: dict[str, Any] = {"allow_missing": source.allow_missing, "allow_unused": source.allow_unused}
-    if source.path is not None and TASKS[find_task(config)].metrics == "classes":
-        labels = {name: getattr(model_config, name) for name in ("id2label", "label2id", "problem_type")}
-        options |= {key: value for key, value in labels.items() if value}
-    if source.path is not None and source.task == "ctc":
-        options |= {"vocab_size": model_config.vocab_size, "pad_token_id": model_config.pad_token_id}
     if head := new_head(config, model_config):
         options |= {"allow_missing": (*source.allow_missing, *head), "ignore_mismatched_sizes": head}
     model: torch.nn.Module = load_by_spec(
@@ -69,6 +64,7 @@ def build_model(
         dtype=getattr(torch, source.dtype),
         seed=config.seed,
         adapter=adapter_of(config),
+        config=model_config,
         checkpoint=checkpoint,
         options=options,
     )

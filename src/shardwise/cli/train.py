@@ -60,9 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     if num_ranks == 1 and not arguments.max_restarts:
         _train(config)
         return 0
-    words = ["train", str(arguments.config), *arguments.overrides, *(["--traceback"] if arguments.traceback else [])]
     return launch(
-        words,
+        arguments.words,
         num_ranks=num_ranks,
         show_traceback=arguments.traceback,
         max_restarts=arguments.max_restarts,

@@ -52,7 +52,7 @@ from shardwise.train.loop import (
 )
 from shardwise.train.run_config import LogConfig, TrainConfig, check_config, num_microbatches_of
 from shardwise.train.step import StepResult, TrainStep
-from shardwise.weights.staging import atomic_file
+from shardwise.weights.staging import write_text
 
 
 def train(config: TrainConfig) -> StepRecord | None:
@@ -259,8 +259,7 @@ class _Run:
             else:
                 reporters.append(TrackerLog(name, config, flat_config(config)))
         reporters += [find_callback(place)() for place in config.log.callbacks]
-        with atomic_file(directory / "config.yaml") as partial:
-            partial.write_text(dump_config(config), encoding="utf-8")
+        write_text(directory / "config.yaml", dump_config(config))
         done = num_done or 0
         reporters.append(
             Screen(self.console, num_steps=config.steps, every=config.log.every, num_done=done, notes=notes)
@@ -306,10 +305,8 @@ class _Run:
                 self.console.print(f"exported to {config.export}")
         finally:
             if self.mesh.rank == 0:
-                with atomic_file(Path(config.log.dir) / "data_state.json") as partial:
-                    partial.write_text(json.dumps(batches.state_dict(), indent=1), encoding="utf-8")
-                with atomic_file(Path(config.log.dir) / "ranks.json") as partial:
-                    partial.write_text(json.dumps({"memory_bytes": memory}), encoding="utf-8")
+                write_text(Path(config.log.dir) / "data_state.json", json.dumps(batches.state_dict(), indent=1))
+                write_text(Path(config.log.dir) / "ranks.json", json.dumps({"memory_bytes": memory}))
 
     def export(self, model: torch.nn.Module, directory: str) -> None:
         """Exports the model to `directory`, or beside the log if that fails, so that no weights are lost."""

@@ -183,15 +183,11 @@ def held_out(data: DataConfig, evaluation: EvaluationConfig) -> DataConfig:
 
 
 _MEANT_FOR = {
-    "text_key": ("text",),
-    "prompt_key": ("prompt",),
-    "response_key": ("prompt",),
-    "as_chat": ("prompt",),
-    "learn": ("chat",),
-    "messages_key": ("chat",),
-    "tools_key": ("chat",),
+    "text": ("text_key",),
+    "prompt": ("prompt_key", "response_key", "as_chat"),
+    "chat": ("learn", "messages_key", "tools_key"),
 }
-"""The formats in which a key says something."""
+"""The keys that say something of one format only."""
 
 
 def check_data(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[Problem]:
@@ -218,10 +214,11 @@ def _check_rows(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[Prob
     defaults = {each.name: each.default for each in fields(DataConfig)}
     own = {source.format for source in sources_of(data)}
     formats = {*own, *({evaluation.format} if evaluation.format and evaluation.path else ())}
-    for key, meant_for in _MEANT_FOR.items():
-        if not data.sources and getattr(data, key) != defaults[key] and not formats & {*meant_for}:
-            what = f"says something of data.format: {meant_for[0]}; the format is {data.format}"
-            yield Problem(f"data.{key}", what)
+    for meant_for, keys in _MEANT_FOR.items():
+        for key in keys if not data.sources and meant_for not in formats else ():
+            if getattr(data, key) != defaults[key]:
+                what = f"says something of data.format: {meant_for}; the format is {data.format}"
+                yield Problem(f"data.{key}", what)
     if data.rows == "stream" and own != {"text"}:
         what = f"is stream with data.format: {max(own - {'text'})}, whose documents keep to themselves"
         yield Problem("data.rows", what, "use packed or padded")

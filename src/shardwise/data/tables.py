@@ -22,16 +22,12 @@ def json_lines(file: Path) -> Iterator[tuple[str, Any]]:
 
 def _json_array(file: Path) -> Iterator[tuple[str, Any]]:
     """Yields the items of an array, which is read whole; a file that holds none is read as lines."""
-    with file.open(encoding="utf-8-sig") as text:
-        first = next((char for line in text for char in line if not char.isspace()), "")
-        if first != "[":
-            yield from json_lines(file)
-            return
-        text.seek(0)
-        try:
-            items = json.loads(text.read().lstrip("\ufeff"))
-        except json.JSONDecodeError as error:
-            raise LoadError("the array is not JSON", at=f"{file}:{error.lineno}", why=str(error)) from error
+    text = file.read_text(encoding="utf-8-sig").lstrip()
+    if not text.startswith("["):
+        yield from json_lines(file)
+        return
+    with as_error(LoadError, "the array is not JSON", json.JSONDecodeError, at=str(file)):
+        items = json.loads(text)
     yield from ((f"{file}, item {number}", item) for number, item in enumerate(items, start=1))
 
 
