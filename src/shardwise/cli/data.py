@@ -46,6 +46,7 @@ from shardwise.data.documents import (
 )
 from shardwise.data.examples import build_example_encoder, encode_examples, start_tokens
 from shardwise.data.rows import DocumentMasking, DocumentRows, MaskedRows, MixedRows, Rows, StreamRows
+from shardwise.data.tables import import_package
 from shardwise.errors import ConfigError, LoadError, as_error, counted, did_you_mean
 from shardwise.train.run_config import Problem, TrainConfig
 from shardwise.weights.locate import locate_source
@@ -193,21 +194,13 @@ def read_records(source: SourceConfig) -> tuple[list[Record], str]:
     return records, digest(columns_of(source), [digest(sorted(each.values.items())) for each in records])
 
 
-def import_datasets(config: SourceConfig) -> Any:
-    """Returns the library that opens `config.dataset`. Raises `ConfigError` if it is not installed."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError(
-            f"{config.dataset!r} needs the package datasets, which is not installed",
-            fix="pip install datasets, or give files with data.path",
-        ) from error
-    return datasets
+def _import_datasets(config: SourceConfig) -> Any:
+    return import_package("datasets", repr(config.dataset), fix="pip install datasets, or give files with data.path")
 
 
 def find_dataset(config: SourceConfig) -> None:
     """Raises `LoadError` if the data set cannot be had. Downloads at most what describes it."""
-    datasets = import_datasets(config)
+    datasets = _import_datasets(config)
     if Path(str(config.dataset)).is_dir():
         return
     what, fix = (
@@ -220,7 +213,7 @@ def find_dataset(config: SourceConfig) -> None:
 
 def _open_dataset(config: SourceConfig) -> dict[str, Any]:
     """Returns the rows of a split, their number (0: unknown), and a text that changes with them."""
-    datasets = import_datasets(config)
+    datasets = _import_datasets(config)
     name, most = str(config.dataset), config.max_records
     what = f"datasets cannot open {config.split!r} of {name!r}"
     with as_error(LoadError, what, KeyError, OSError, ValueError, at="data.dataset"):

@@ -19,6 +19,7 @@ from shardwise.cli.data import find_dataset
 from shardwise.cli.tasks import adapter_options, find_task
 from shardwise.data.config import held_out, patterns_of, sources_of
 from shardwise.data.corpus import find_files
+from shardwise.data.tables import import_package
 from shardwise.data.tasks import TASKS
 from shardwise.errors import ConfigError, LoadError, ShardwiseError, as_error, did_you_mean
 from shardwise.lora.inject import peft
@@ -160,11 +161,8 @@ def find_tracker(name: str) -> Any:
             fix = "pip install tensorboard, or leave it out (train.jsonl has the same numbers)"
             raise ConfigError("the package tensorboard is not installed", fix=fix)
         return None
-    try:
-        from accelerate import tracking  # optional
-    except ImportError as error:
-        fix = "pip install accelerate (train.jsonl has the same numbers)"
-        raise ConfigError(f"{name!r} needs the package accelerate, which is not installed", fix=fix) from error
+    fix = "pip install accelerate (train.jsonl has the same numbers)"
+    tracking = import_package("accelerate.tracking", repr(name), fix=fix)
     known: dict[str, Any] = {str(key): value for key, value in tracking.LOGGER_TYPE_TO_CLASS.items()}
     if name not in known:
         raise ConfigError(

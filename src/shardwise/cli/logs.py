@@ -16,7 +16,7 @@ from shardwise.cli.inputs import find_tracker
 from shardwise.errors import ConfigError, as_error, one_line
 from shardwise.train.loop import StepRecord
 from shardwise.train.run_config import TrainConfig
-from shardwise.weights.staging import atomic_file
+from shardwise.weights.staging import write_text
 
 logger = logging.getLogger("shardwise.train")
 SHOWN_STEPS = 20  # the screen shows the mean speed of this many steps
@@ -54,15 +54,11 @@ class JsonlLog:
 
 
 def _remove_later_steps(path: Path, num_done: int) -> None:
-    with (
-        atomic_file(path) as partial,
-        path.open(encoding="utf-8") as lines,
-        partial.open("w", encoding="utf-8") as kept,
-    ):
-        for line in lines:
-            with suppress(ValueError, KeyError):  # the last one may be torn
-                if json.loads(line)["step"] <= num_done:
-                    kept.write(line.rstrip("\n") + "\n")
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with suppress(ValueError, KeyError):  # the last one may be torn
+            kept += [f"{line}\n"] if json.loads(line)["step"] <= num_done else []
+    write_text(path, "".join(kept))
 
 
 class TensorBoardLog:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import all_gather_objects
 from shardwise.data.batch import IGNORED
 from shardwise.data.corpus import Record
+from shardwise.data.tables import import_package
 from shardwise.data.tasks import Task, Tools, encode_answers
 from shardwise.errors import ConfigError, did_you_mean
 from shardwise.mesh import Mesh
@@ -53,14 +54,8 @@ def check_metrics(config: TrainConfig, task: Task, tools: Tools | None) -> None:
 
 
 def import_torchmetrics() -> Any:
-    """Returns the package. Raises `ConfigError` if it is not installed."""
-    try:
-        import torchmetrics.functional.classification
-        import torchmetrics.functional.text
-    except ImportError as error:
-        what = "metrics of held-out examples need the package torchmetrics, which is not installed"
-        raise ConfigError(what, fix="pip install torchmetrics") from error
-    return torchmetrics.functional
+    """Returns torchmetrics' functions. Raises `ConfigError` if the package is not installed."""
+    return import_package("torchmetrics", "a metric of held-out examples", fix="pip install torchmetrics").functional
 
 
 class ExampleMetrics:

@@ -40,8 +40,7 @@ class PackedBatches:
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        while True:
-            yield next(self)
+        return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
         """The next batch: `input_ids`, `labels` and other inputs of the rows, `batch_size / data_size` rows each."""

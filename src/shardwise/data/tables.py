@@ -1,12 +1,22 @@
 """Reads files of records: .jsonl, .json, .csv, .tsv and .parquet."""
 
 import csv
+import importlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError, LoadError, as_error
+
+
+def import_package(name: str, what: str, *, fix: str) -> Any:
+    """Returns an optional package's module that `what` needs. Raises `ConfigError` if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise ConfigError(f"{what} needs the package {package}, which is not installed", fix=fix) from error
 
 
 def json_lines(file: Path) -> Iterator[tuple[str, Any]]:
@@ -45,13 +55,9 @@ def _separated(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        import pyarrow.parquet  # type: ignore[import-not-found, unused-ignore]  # optional
-    except ImportError as error:
-        what = f"{file} needs the package pyarrow, which is not installed"
-        raise ConfigError(what, fix="pip install pyarrow, or convert the file to .jsonl") from error
-    with as_error(LoadError, f"{file} is not Parquet", pyarrow.ArrowException):
-        batches = pyarrow.parquet.ParquetFile(file).iter_batches()
+    parquet = import_package("pyarrow.parquet", str(file), fix="pip install pyarrow, or convert the file to .jsonl")
+    with as_error(LoadError, f"{file} is not Parquet", importlib.import_module("pyarrow").ArrowException):
+        batches = parquet.ParquetFile(file).iter_batches()
         for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
             yield f"{file}, row {number}", row
 
