@@ -151,4 +151,5 @@ def as_error(
     except ShardwiseError:
         raise
     except caught as error:
-        raise error_class(summary, at=at, why=one_line(error, limit=limit), fix=fix) from error
+        why = getattr(error, "strerror", None) or one_line(error, limit=limit)  # an OSError's without number and file
+        raise error_class(summary, at=at, why=why, fix=fix) from error

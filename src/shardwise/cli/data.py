@@ -4,6 +4,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from shardwise.data.documents import (
     text_documents,
     write_documents,
 )
-from shardwise.data.examples import build_example_encoder, encode_examples, start_tokens
+from shardwise.data.examples import build_example_encoder, encode_examples, encode_texts, start_tokens
 from shardwise.data.rows import DocumentMasking, DocumentRows, MaskedRows, MixedRows, Rows, StreamRows
 from shardwise.data.tables import import_package
 from shardwise.errors import ConfigError, LoadError, as_error, counted, did_you_mean
@@ -285,11 +286,5 @@ def build_encoder(tokenizer: Any) -> Encoder:
             fix='set one and save it: tokenizer.eos_token = "</s>"; tokenizer.save_pretrained(...)',
         )
 
-    def encode(texts: list[str]) -> list[list[int]]:
-        # verbose: it would warn of texts longer than the model's context, which are cut into rows later.
-        encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        ids: list[list[int]] = encoded["input_ids"]
-        return ids
-
     fingerprint, start = tokenizer_digest(tokenizer), tuple(start_tokens(tokenizer))
-    return Encoder(encode=encode, separator=int(end), fingerprint=fingerprint, start=start)
+    return Encoder(encode=partial(encode_texts, tokenizer), separator=int(end), fingerprint=fingerprint, start=start)

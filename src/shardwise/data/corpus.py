@@ -110,7 +110,8 @@ class Record:
             f"{name!r} holds nothing" if is_null else f"there is no key {name!r}{did_you_mean(name, names)}",
             at=self.place,
             why=f"the keys are {', '.join(names)}",
-            fix=f"name the key that holds it: data.columns={{{column}: ...}}; all records have one data.format",
+            fix=f"name the key that holds it: data.columns={{{column}: ...}}; "
+            "all records of a data set have one data.format",
         )
 
     def text(self, column: str) -> str:

@@ -89,21 +89,23 @@ def _encode_prompts(tokenizer: Any, before: list[int], records: Sequence[Record]
 
     Prompt and response are tokenized separately like at inference, where only the prompt is known.
     """
-
-    def ids_of(texts: Sequence[str]) -> list[list[int]]:
-        encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
-        ids: list[list[int]] = encoded["input_ids"]
-        return ids
-
-    prompts, responses = zip(*map(read_prompt, records), strict=True)
-    found = []
-    for record, prompt, response in zip(records, ids_of(prompts), ids_of(responses), strict=True):
+    texts, found = zip(*map(read_prompt, records), strict=True), []
+    prompts, responses = (encode_texts(tokenizer, each) for each in texts)
+    for record, prompt, response in zip(records, prompts, responses, strict=True):
         if not response:
             raise LoadError("the response is empty: it has no tokens", at=record.place)
         tokens = [*before, *prompt, *response, tokenizer.eos_token_id]
         is_target = np.arange(len(tokens)) >= len(before) + len(prompt)
         found.append(Document(np.array(tokens, dtype=np.uint32), is_target))
     return found
+
+
+def encode_texts(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Returns the token ids of each text, without special tokens."""
+    # verbose: it would warn of texts longer than the model's context, which are cut later.
+    encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+    ids: list[list[int]] = encoded["input_ids"]
+    return ids
 
 
 def start_tokens(tokenizer: Any) -> list[int]:
@@ -150,7 +152,7 @@ class _Conversations:
             mask = np.array(marked["assistant_masks"], np.bool_)
             return Document(np.array(marked["input_ids"], np.uint32), mask if all(said) else _only_runs(mask, said))
         full, kept = self._spans(messages, learned, tools)
-        encoded = self._tokenizer(full, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        encoded = self._tokens(full)
         is_target = [
             any(start < stop_of and first_of < stop for first_of, stop_of in kept)
             for start, stop in encoded["offset_mapping"]
@@ -216,9 +218,11 @@ class _Conversations:
         shared = next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
         ends = []
         for text in (one, other):
-            offsets = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            ends.append({0, *(stop for _, stop in offsets["offset_mapping"])})
+            ends.append({0, *(stop for _, stop in self._tokens(text)["offset_mapping"])})
         return max(end for end in ends[0] & ends[1] if end <= shared)
+
+    def _tokens(self, text: str) -> Any:
+        return self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
 
     def _text(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, asks: bool = False) -> str:
         text: str = self._tokenizer.apply_chat_template(
