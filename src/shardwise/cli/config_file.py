@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from shardwise.errors import ConfigError, LoadError, ShardwiseError, counted, did_you_mean
+from shardwise.errors import ConfigError, LoadError, ShardwiseError, as_error, counted, did_you_mean
 from shardwise.train.run_config import Problem, TrainConfig, check_config
 
 _RUN = TypeAdapter(TrainConfig)
@@ -248,13 +248,12 @@ _Loader.add_implicit_resolver(
 
 
 def _read_file(path: Path) -> dict[str, Any]:
+    what, fix = f"cannot read the configuration file {path}", "`shardwise train --help` shows one"
     try:
-        tree: Any = yaml.load(path.read_text(encoding="utf-8"), _Loader) or {}  # a SafeLoader
+        with as_error(LoadError, what, OSError, fix=fix):
+            text = path.read_text(encoding="utf-8")
+        tree: Any = yaml.load(text, _Loader) or {}  # a SafeLoader
         tree = json.loads(json.dumps(tree, default=str))  # aliases share objects, which an override must not change
-    except OSError as error:
-        raise LoadError(
-            f"cannot read the configuration file {path}", why=error.strerror, fix="`shardwise train --help` shows one"
-        ) from error
     except (yaml.YAMLError, ValueError) as error:
         why = str(error).replace('"<unicode string>"', str(path))
         raise LoadError(f"{path} is not YAML", why=why) from error
