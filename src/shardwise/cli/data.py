@@ -204,11 +204,8 @@ def find_dataset(config: SourceConfig) -> None:
     datasets = _import_datasets(config)
     if Path(str(config.dataset)).is_dir():
         return
-    what, fix = (
-        f"the data set {config.dataset!r} cannot be had",
-        "check its name and subset, and that the hub is reached",
-    )
-    with as_error(LoadError, what, fix=fix):
+    fix = "check its name and subset, and that the hub is reached"
+    with as_error(LoadError, f"the data set {config.dataset!r} cannot be had", fix=fix):
         datasets.load_dataset_builder(config.dataset, config.subset)
 
 

@@ -116,20 +116,18 @@ def check_model(config: TrainConfig) -> list[Problem]:
     if problems:
         return problems
     tools = None
+    read = [config.data, *([held_out(config.data, config.evaluation)] if config.evaluation.path else [])]
     if TASKS[task].encode is None:
         problems += check_records(config, tokenizer)
-        read = [config.data, *([held_out(config.data, config.evaluation)] if config.evaluation.path else [])]
         for data in {rows_of(data): data for data in read}.values():
             with problems.of("data.rows"):
                 find_run_apart(data, model_config, TASKS[task].auto_class)
     else:
         with problems.of("data"):
             tools, model_config = open_tools(config, model_config, tokenizer)
-            rows = example_rows(sources_of(config.data), TASKS[task], tools)
-            rows.read([0, rows.num_rows - 1], width=0)
-            if config.evaluation.path is not None:
-                held = example_rows((held_out(config.data, config.evaluation),), TASKS[task], tools)
-                held.read([0, held.num_rows - 1], width=0)
+            for data in read:
+                rows = example_rows(sources_of(data), TASKS[task], tools)
+                rows.read([0, rows.num_rows - 1], width=0)
     with problems.of("evaluation.metric"):
         check_metrics(config, TASKS[task], tools)
     num_tokens = len(tokenizer) if tokenizer is not None else None

@@ -3,6 +3,7 @@
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,11 +51,8 @@ def divide_media(model: nn.Module, batch: Mapping[str, Any], num_rows: int, num_
     runs: dict[str, list[slice]] = {}
     for medium, own in names.items():
         is_one_per_row = f"{medium}_grid_thw" not in own and all(batch[name].shape[0] == num_rows for name in own)
-        try:
+        with suppress(BatchError) if is_one_per_row else nullcontext():
             runs |= _runs_of(model, batch, medium, own, num_parts)
-        except BatchError:
-            if not is_one_per_row:
-                raise
     return runs
 
 

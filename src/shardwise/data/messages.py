@@ -25,9 +25,9 @@ def read_messages(record: Record) -> tuple[list[Message], list[bool]]:
     arguments of tool calls that are JSON texts are read. A message of the assistant with `weight: 0`, `train: false`
     or `training: false` is not learned.
     """
-    is_sharegpt = "conversations" in record.values and "messages" not in record.values
-    is_renamed = record.name("messages") != "messages"
-    messages = record.value("messages") if is_renamed or not is_sharegpt else record.values["conversations"]
+    if record.name("messages") == "messages" not in record.values and "conversations" in record.values:
+        record = replace(record, columns={"messages": "conversations"})
+    messages = record.value("messages")
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise LoadError(f"expected a list of messages, found {messages!r:.40}", at=record.place, fix=_LOOKS)
     read = [_read_message(message, number, record.place) for number, message in enumerate(messages)]
