@@ -21,7 +21,8 @@ An error says what went wrong and, if known, the place, the violated rule with i
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 __all__ = [
     "BatchError",
@@ -35,6 +36,7 @@ __all__ = [
     "ShardwiseError",
     "UnsupportedError",
     "VerificationError",
+    "as_error",
     "counted",
     "did_you_mean",
     "one_line",
@@ -129,3 +131,25 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
 def one_line(error: BaseException, *, limit: int | None = None) -> str:
     """Returns the text of another library's error in one line of at most `limit` characters, for use in our errors."""
     return " ".join(str(error).split())[:limit]
+
+
+@contextmanager
+def as_error(
+    error_class: type[ShardwiseError],
+    summary: str,
+    *kinds: type[Exception],
+    at: str | None = None,
+    fix: str | None = None,
+    limit: int | None = None,
+) -> Iterator[None]:
+    """Context manager: converts another library's error of the given kinds, by default of any, to one of ours. Its text
+    of at most `limit` characters becomes the reason.
+    """
+    caught = kinds or (Exception,)
+    try:
+        yield
+    except ShardwiseError:
+        raise
+    except caught as error:
+        why = getattr(error, "strerror", None) or one_line(error, limit=limit)  # an OSError's without number and file
+        raise error_class(summary, at=at, why=why, fix=fix) from error

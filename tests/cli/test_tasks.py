@@ -26,12 +26,12 @@ from shardwise.cli.check import check_run
 from shardwise.cli.data import load_tokenizer
 from shardwise.cli.main import main
 from shardwise.cli.metrics import ExampleMetrics
-from shardwise.cli.models import read_model_config
-from shardwise.cli.tasks import example_rows, find_task, open_tools, read_task_records
+from shardwise.cli.tasks import example_rows, find_task, open_tools, read_model_config, read_task_records
 from shardwise.cli.training import train
 from shardwise.data.ahead import PackedBatches
 from shardwise.data.config import held_out
-from shardwise.data.documents import Documents, Record
+from shardwise.data.corpus import Record
+from shardwise.data.documents import Documents
 from shardwise.data.rows import MaskedRows, StreamRows
 from shardwise.data.tasks import TASKS, Tools, collate
 from shardwise.errors import ConfigError, LoadError
@@ -404,7 +404,7 @@ WRONG = {
     "another column": (
         "sequence-classification",
         {"data": {"columns": {}}},
-        "there is no 'text'",
+        "there is no key 'text'",
         "data.columns={text: ...}",
     ),
     "no such metric": ("ctc", {"evaluation": {"metric": "accuracy"}}, "evaluation.metric is 'accuracy'", "wer"),
@@ -661,7 +661,7 @@ def test_a_text_that_is_null_is_an_error(origin, tmp_path):
     write_lines(tmp_path / "d.jsonl", [{"prompt": "a", "response": None}])
     run = run_of(origin, "seq2seq-lm", tmp_path, evaluation={})
     run["data"] = {"path": str(tmp_path / "d.jsonl")}
-    with pytest.raises(LoadError, match="there is no 'response'"):
+    with pytest.raises(LoadError, match="'response' holds nothing"):
         train(config_of({**run, "batch_size": 1}))
 
 
@@ -685,7 +685,7 @@ def test_every_row_generates_as_many_tokens_as_data_ranks_in_a_pipeline_need(ori
     widths, generate = [], model.generate
     model.generate = lambda **inputs: widths.append(generate(**inputs)) or widths[-1]
     rows = example_rows((config_of(run).data,), TASKS["seq2seq-lm"], tools)
-    metrics.see(None, rows.read([0, 1], width=0))
+    metrics.see(None, rows.read([0, 1], width=0), [0, 1])
     assert widths[0].shape == (2, 8) and model.generation_config.eos_token_id == [*range(40)]
 
 
@@ -872,7 +872,7 @@ def test_the_blank_of_ctc_is_the_tokenizers_padding(origin, tmp_path):
     assert exported.pad_token_id == 21 and exported.vocab_size == len(letters)
     metrics = ExampleMetrics(TASKS["ctc"], Tools(tokenizer=letters), None, Mesh.open("tp1"), max_new_tokens=1)
     said, meant = (torch.tensor([letters(word)["input_ids"]]) for word in ("helo", "hello"))
-    metrics.see(SimpleNamespace(logits=torch.nn.functional.one_hot(said, 22).float()), {"labels": meant})
+    metrics.see(SimpleNamespace(logits=torch.nn.functional.one_hot(said, 22).float()), {"labels": meant}, [0])
     assert metrics.results() == {"wer": 1.0}
 
 
@@ -1004,6 +1004,64 @@ def test_labels_are_those_of_the_best_step_where_it_alone_is_left(origin, tmp_pa
     write_lines(tmp_path / "d.jsonl", [{"text": "a film", "label": label} for label in ("a", "x")] * 4)
     with pytest.raises(ConfigError, match="labels are a, x, and the model's x, y"):
         training.evaluate(config_of(run))
+
+
+def test_classes_that_are_numbers_stay_as_they_are_when_a_run_resumes(origin, tmp_path):
+    run = with_labels(origin, tmp_path, ["1", "2", "3"], [])
+    run["data"]["path"] = str(tmp_path / "d.csv")
+    run["checkpoint"] = {"dir": str(tmp_path / "saved"), "change": ["data"]}
+    for steps, labels in enumerate(([0, 1, 2], [1, 2]), start=1):
+        (tmp_path / "d.csv").write_text("text,label\n" + "".join(f"a film,{label}\n" for label in labels * 4))
+        assert indices_of(run)[: len(labels)] == labels
+        assert train(config_of({**run, "steps": steps})).step == steps
+
+
+def test_sound_that_cannot_be_read_is_named(origin, tmp_path):
+    (tmp_path / "data/up").mkdir(parents=True)
+    write_sound(tmp_path / "data/up/0.wav", 0)
+    (tmp_path / "data/up/a.MP3").write_bytes(b"")
+    (tmp_path / "data/up/b.txt").write_text("a note")
+    run = run_of(origin, "audio-classification", tmp_path)
+    run["data"]["path"] = str(tmp_path / "data")
+    with pytest.raises(LoadError, match=r"1 sound file of .*data cannot be read: .*a\.MP3"):
+        records_of(run)
+
+
+def test_the_best_of_all_answers_counts(origin, tmp_path):
+    write_lines(tmp_path / "d.jsonl", [
+        {"question": "who was it", "context": text, "answers": {"text": words[1:3], "answer_start": places}}
+        for text in sentences(4)
+        for words in [text.split()]
+        for places in [[text.index(" ") + 1, text.index(" ", text.index(" ") + 1) + 1]]
+    ])  # fmt: skip
+    run = run_of(origin, "question-answering", tmp_path)
+    run["data"]["path"] = run["evaluation"]["path"] = str(tmp_path / "d.jsonl")
+    config, task = config_of(run), TASKS["question-answering"]
+    tools = tools_of(None, run)
+    rows = example_rows((config.data,), task, tools)
+    batch = rows.read([0, 1], width=0)
+    logits = torch.zeros(2, 2, batch["input_ids"].shape[1])
+    for row in range(2):  # the first row is answered by its second answer, the other one by neither
+        place = int(batch["start_positions"][row]) + 1 if row == 0 else 1
+        logits[:, row, place] = 1.0
+    metrics = ExampleMetrics(task, tools, None, Mesh.open("tp1"), max_new_tokens=1, records=rows.records)
+    metrics.see(SimpleNamespace(start_logits=logits[0], end_logits=logits[1]), batch, [0, 1])
+    assert metrics.results()["exact_match"] == 50.0
+
+
+def test_a_sum_over_rows_is_the_loss_of_held_out_sound(origin, tmp_path):
+    model = transformers.Wav2Vec2ForCTC.from_pretrained(origin / "ctc/model", ctc_loss_reduction="sum").eval()
+    shutil.copytree(origin / "ctc/model", tmp_path / "model")
+    model.save_pretrained(tmp_path / "model")
+    run = run_of(origin, "ctc", tmp_path, model={"path": str(tmp_path / "model")})
+    for index in range(12):
+        write_sound(tmp_path / f"{index}.wav", 3 * index)  # equally long ones
+    write_lines(tmp_path / "d.jsonl", [{"audio": f"{n}.wav", "text": text} for n, text in enumerate(sentences(12))])
+    run["data"]["path"] = run["evaluation"]["path"] = str(tmp_path / "d.jsonl")
+    rows = example_rows((config_of(run).data,), TASKS["ctc"], tools_of(None, run))
+    batch = rows.read(range(12), width=rows.width(range(12)))
+    with torch.no_grad():
+        assert training.evaluate(config_of(run))["loss"] == pytest.approx(float(model(**batch).loss), rel=1e-5)
 
 
 def test_hidden_files_are_no_examples(origin, tmp_path):

@@ -204,7 +204,7 @@ def test_evaluation_reads_every_row_once_and_fills_up_with_rows_that_count_nothi
             for rank in range(data_size)
         ]
         assert {len(batches) for batches in read} == {2}
-        counted = sum(int((batch["labels"] != -100).sum()) for batches in read for batch in batches)
+        counted = sum(int((batch["labels"] != -100).sum()) for batches in read for _, batch in batches)
         assert counted == sum(LENGTHS) - len(LENGTHS)
 
 

@@ -11,8 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from shardwise.data.corpus import file_source
-from shardwise.data.documents import Record, file_records
+from shardwise.data.corpus import Record, file_records, file_source
 from shardwise.data.examples import build_example_encoder, encode_examples
 from shardwise.errors import ConfigError, LoadError
 
@@ -43,8 +42,7 @@ def make_tokenizer(template=None, **options):
 
 
 def encode(tokenizer, values, **options):
-    keys = {"messages": "messages", "tools": "tools"}
-    encoder = build_example_encoder(tokenizer, **{"kind": "chat", "keys": keys, **options})
+    encoder = build_example_encoder(tokenizer, **{"kind": "chat", **options})
     (found,) = encode_examples([Record("here:1", values)], encoder)
     return found
 
@@ -59,7 +57,7 @@ def says(*texts, roles=("user", "assistant")):
     return [{"role": roles[number % len(roles)], "content": text} for number, text in enumerate(texts)]
 
 
-PROMPTS = {"kind": "prompt", "keys": {"prompt": "prompt", "response": "response"}}
+PROMPTS = {"kind": "prompt"}
 
 
 def test_of_a_prompt_and_its_response_the_response_and_the_end_are_learned():
@@ -243,10 +241,10 @@ def test_what_is_wrong_with_messages_is_said_with_its_place(name):
 @pytest.mark.parametrize(
     ("values", "parts"),
     [
-        ({"prompt": "a"}, ["no key 'response'", "data.response_key"]),
+        ({"prompt": "a"}, ["no key 'response'", "data.columns={response: ...}"]),
         ({"prompt": "a", "response": ""}, ["the response is empty: 'response' holds ''"]),
         ({"prompt": 3, "response": "a"}, ["'prompt' holds int, not text"]),
-        ({"prompt": "a", "response": None}, ["'response' holds NoneType, not text"]),
+        ({"prompt": "a", "response": None}, ["'response' holds nothing"]),
         ({"prompt": [{"role": "user"}], "response": "a"}, ["holds list, not text", "data.format: chat"]),
         ({"messages": []}, ["there is no key"]),
         ({"text": "a"}, ["there is no key"]),
@@ -260,7 +258,7 @@ def test_what_is_wrong_with_a_prompt_is_said_with_its_place(values, parts):
 
 def test_a_tokenizer_without_a_template_is_refused_at_once():
     with pytest.raises(ConfigError, match="no chat template"):
-        build_example_encoder(make_tokenizer(), kind="chat", keys={"messages": "messages"})
+        build_example_encoder(make_tokenizer(), kind="chat")
 
 
 def test_files_are_read_with_marks_and_line_ends_of_any_system(tmp_path):

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.api.checkpoints import fill_model, holds_all
 from shardwise.api.prepare import check_options, fingerprint, prepare
-from shardwise.api.sources import SAME_FILES, WeightSource, build_meta
+from shardwise.api.sources import SAME_FILES, Place, WeightSource, build_meta
 from shardwise.checkpoint.stored import StoredParts
 from shardwise.comm.agree import agree_on
 from shardwise.errors import LoadError
@@ -24,7 +24,7 @@ from shardwise.weights.locate import ADAPTER_CONFIG, check_no_checkpoint
 
 
 def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
-    source: str | os.PathLike[str] | PreTrainedConfig,
+    source: Place | PreTrainedConfig,
     mesh: Mesh,
     *,
     auto_class: Any = None,
@@ -85,7 +85,7 @@ def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
 
 
 def load_by_spec(  # noqa: PLR0913 - what `load` takes
-    source: str | os.PathLike[str] | PreTrainedConfig,
+    source: Place | PreTrainedConfig,
     mesh: Mesh,
     spec: ParallelSpec,
     *,
@@ -93,12 +93,14 @@ def load_by_spec(  # noqa: PLR0913 - what `load` takes
     dtype: torch.dtype | str | None,
     seed: int,
     adapter: Any,
+    config: PreTrainedConfig | None = None,
     checkpoint: StoredParts | None = None,
     options: dict[str, Any],
 ) -> Any:
     """Runs `load` with a `ParallelSpec`.
 
     Args:
+        config: replaces the config at `source`.
         checkpoint: an open checkpoint on every rank, whose values replace those of `source`; None: there is none.
 
     Communicates: like `load`, and with `checkpoint` like `load_checkpoint`.
@@ -108,13 +110,10 @@ def load_by_spec(  # noqa: PLR0913 - what `load` takes
 
     def build() -> tuple[tuple[PreTrainedModel, WeightSource, Any], dict[str, str]]:
         _check_source(source, adapter, options)
-        model, values = build_meta(source, auto_class, dtype=dtype, options=options, reads=reads)
+        model, values = build_meta(source, auto_class, config=config, dtype=dtype, options=options, reads=reads)
         wrapped: Any = model if adapter is None else values.inject(model, adapter)
-        config = getattr(model, "generation_config", None)
-        generation = {
-            f"the generation config's {key}": repr(value)
-            for key, value in (config.to_dict().items() if config is not None else ())
-        }
+        settings = model.generation_config.to_dict() if getattr(model, "generation_config", None) is not None else {}
+        generation = {f"the generation config's {key}": repr(value) for key, value in settings.items()}
         return (model, values, wrapped), {"the seed": str(seed), **generation, **values.describe()}
 
     model, values, wrapped = agree_on(mesh.group(), build, doing="building the model", **SAME_FILES)

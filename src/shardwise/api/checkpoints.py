@@ -258,7 +258,7 @@ def restore(stored: StoredParts, target: LoadTarget) -> Any:
     return extra
 
 
-_ADAPTER_MODES = ("only", "with_base", "merged")
+ADAPTER_MODES = ("only", "with_base", "merged")
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
@@ -381,10 +381,10 @@ def _meet(model: nn.Module, doing: str, **asked: object) -> None:
 
 def _adapter_mode(model: nn.Module, adapter: str | None) -> str | None:
     """Returns the validated export mode of the adapters; None if the model has none."""
-    if adapter is not None and adapter not in _ADAPTER_MODES:
+    if adapter is not None and adapter not in ADAPTER_MODES:
         raise ConfigError(
-            f"unknown adapter mode {adapter!r}{did_you_mean(adapter, _ADAPTER_MODES)}",
-            fix=f"use one of {', '.join(map(repr, _ADAPTER_MODES))}",
+            f"unknown adapter mode {adapter!r}{did_you_mean(adapter, ADAPTER_MODES)}",
+            fix=f"use one of {', '.join(map(repr, ADAPTER_MODES))}",
         )
     if has_adapters(model):
         return adapter or "only"

@@ -12,6 +12,7 @@ from torch import nn
 from shardwise.api.building import load
 from shardwise.api.checkpoints import export_pretrained, load_checkpoint
 from shardwise.api.prepare import decide
+from shardwise.api.sources import Place
 from shardwise.checkpoint.collect import model_key
 from shardwise.checkpoint.export import tokenizer_at
 from shardwise.checkpoint.manifest import MANIFEST
@@ -37,7 +38,7 @@ from shardwise.weights.write import PretrainedWriter
 _SHARD_BYTES = 5 * 10**9
 
 
-def open_anywhere(path: str | os.PathLike[str], tag: str | None = None) -> StoredParts:
+def open_anywhere(path: Place, tag: str | None = None) -> StoredParts:
     """Opens a checkpoint by the directory of checkpoints and a tag (default: the newest), or by its own directory."""
     directory = Path(path).absolute()
     if tag is None and (directory / MANIFEST).is_file():
@@ -46,7 +47,7 @@ def open_anywhere(path: str | os.PathLike[str], tag: str | None = None) -> Store
 
 
 def convert_to_hf(
-    stored: StoredParts, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None, tokenizer: Any = None
+    stored: StoredParts, directory: Place, *, dtype: torch.dtype | None = None, tokenizer: Any = None
 ) -> None:
     """Writes the model of a checkpoint for `from_pretrained`, tensor by tensor.
 
@@ -85,10 +86,10 @@ def convert_to_hf(
 
 
 def convert_weights_to_hf(
-    path: str | os.PathLike[str],
-    directory: str | os.PathLike[str],
+    path: Place,
+    directory: Place,
     *,
-    config: str | os.PathLike[str] | None = None,
+    config: Place | None = None,
     dtype: torch.dtype | None = None,
     tokenizer: Any = None,
 ) -> None:
@@ -128,7 +129,7 @@ def _open(path: Path, model: nn.Module) -> CheckpointIndex:
 def _write(
     model: Any,
     metas: Mapping[str, torch.Tensor],
-    directory: str | os.PathLike[str],
+    directory: Place,
     read: Callable[[str], torch.Tensor],
     *,
     tied: Mapping[str, str],
@@ -175,7 +176,7 @@ def _meta(shape: Sequence[int], stored: torch.dtype, dtype: torch.dtype | None) 
     return torch.empty(tuple(shape), dtype=chosen, device="meta")
 
 
-def convert_adapter(stored: StoredParts, directory: str | os.PathLike[str], *, tokenizer: Any = None) -> None:
+def convert_adapter(stored: StoredParts, directory: Place, *, tokenizer: Any = None) -> None:
     """Writes the adapter of a checkpoint in PEFT's format, without reading the weights of its base.
 
     Args:
@@ -200,9 +201,9 @@ def convert_adapter(stored: StoredParts, directory: str | os.PathLike[str], *, t
 
 
 def merge_adapter(
-    base: str | os.PathLike[str],
-    adapter: str | os.PathLike[str],
-    directory: str | os.PathLike[str],
+    base: Place,
+    adapter: Place,
+    directory: Place,
     *,
     tag: str | None = None,
     dtype: torch.dtype | None = None,
@@ -235,7 +236,7 @@ def merge_adapter(
         export_pretrained(model, directory, tokenizer=tokenizer, adapter="merged")
 
 
-def _is_checkpoint(place: str | os.PathLike[str]) -> bool:
+def _is_checkpoint(place: Place) -> bool:
     directory = Path(place)
     return any(directory.glob(f"*/{MANIFEST}")) or (directory / MANIFEST).is_file()
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from shardwise.api.fitting import describe_fit
 from shardwise.api.prepare import decide, observe_labels, open_subgroups
 from shardwise.comm.count import CommunicationCount, Traffic
-from shardwise.errors import ConfigError, MeshError, ShardwiseError, UnsupportedError, counted, sized
+from shardwise.errors import ConfigError, MeshError, UnsupportedError, counted, sized
 from shardwise.estimate.memory import ActivationBytes, Card, StateBytes, alike, describe_stages, schedule_of, states_of
 from shardwise.lora.inject import inject
 from shardwise.loss.logits import dropped_output
@@ -40,6 +41,7 @@ from shardwise.plan.decision import Explanation, SplitPlan
 from shardwise.plan.families import PROVED
 from shardwise.plan.options import ParallelSpec, Precision
 from shardwise.plan.pipeline_plan import PipelinePlan
+from shardwise.probe.trial import Verdict, reraise_as
 from shardwise.proof.counting import LayerCollectives, counted_layers
 from shardwise.runtime.adapter_facts import find_model
 from shardwise.runtime.host_masks import can_take_host_masks, read_host_mask, take_host_masks
@@ -62,11 +64,8 @@ def fake_mesh(shape: MeshShape, *, rank: int = 0) -> Iterator[Mesh]:
 
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=shape.world_size)
     try:
-        with (
-            Mesh.open(shape, device="cpu")
-            if shape.world_size > 1
-            else Mesh(shape, rank=0, device=torch.device("cpu")) as mesh
-        ):
+        single = Mesh(shape, rank=0, device=torch.device("cpu")) if shape.world_size == 1 else None
+        with single or Mesh.open(shape, device="cpu") as mesh:
             yield mesh
     finally:
         if dist.is_initialized():
@@ -174,7 +173,7 @@ class Rehearsal:
         """Runs one microbatch eagerly on rank 0; returns memory and communication, with those of the gradient phase."""
         with self._eager().open(plan=plan) as model:
             batch = _full_rows(model, num_rows, seq_length)
-            with as_data_dependent_error(model):
+            with reraise_as(partial(_depends_on_values, model)):
                 return _run_step(model, batch)
 
     def count_step(self, *, num_rows: int, seq_length: int) -> "RehearsedStep":
@@ -206,7 +205,7 @@ class Rehearsal:
                 rows = _full_rows(model, *batch)
                 stages = registry_of(model).stages
                 assert stages is not None
-                with as_data_dependent_error(model):
+                with reraise_as(partial(_depends_on_values, model)):
                     found |= {kinds[stage]: _run_stage(model, stages, stage, rows) for stage in stages.own}
         return {stage: found[kind] for stage, kind in enumerate(kinds)}
 
@@ -272,18 +271,10 @@ class Forecast:
         return max(sum(each.values()) for each in self.parts)
 
 
-@contextmanager
-def as_data_dependent_error(model: nn.Module) -> Iterator[None]:
-    """Context manager: converts the errors of a model that cannot run without values to `UnsupportedError`."""
-    try:
-        yield
-    except ShardwiseError:
-        raise
-    except Exception as error:
-        raise UnsupportedError(
-            f"what {type(model).__name__} does in a step depends on more than shapes",
-            why=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-        ) from error
+def _depends_on_values(model: nn.Module, verdict: Verdict) -> UnsupportedError:
+    return UnsupportedError(
+        f"what {type(model).__name__} does in a step depends on more than shapes", why=verdict.reason
+    )
 
 
 def _full_rows(model: PreTrainedModel, num_rows: int, seq_length: int) -> dict[str, Any]:
@@ -388,16 +379,8 @@ def describe(
     chosen = as_dtype(torch_dtype if dtype is None else dtype)
     if chosen is None and spec.precision is not None:
         chosen = as_dtype(spec.precision.params)
-    rehearsal = Rehearsal(
-        source=config,
-        shape=shape,
-        spec=spec,
-        dtype=chosen,
-        auto_class=auto_class,
-        options=model_options,
-        adapter=adapter,
-    )
-    found = rehearsal.forecast(batch, num_microbatches)
+    values = {"dtype": chosen, "auto_class": auto_class, "options": model_options, "adapter": adapter}
+    found = Rehearsal(source=config, shape=shape, spec=spec, **values).forecast(batch, num_microbatches)
     memory, stages = [_attention(found.model)], tuple[str, ...]()
     if found.plan.pipeline is None:
         memory += _held(found)

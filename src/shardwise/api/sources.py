@@ -21,6 +21,7 @@ from shardwise.comm.collectives import all_gather_objects
 from shardwise.errors import UnsupportedError
 from shardwise.lora.inject import inject, inject_alike
 from shardwise.mesh import Mesh
+from shardwise.parallel import loading
 from shardwise.parallel.build import (
     Construction,
     as_dtype,
@@ -29,15 +30,6 @@ from shardwise.parallel.build import (
     named_class,
     read_config,
     read_generation_config,
-)
-from shardwise.parallel.loading import (
-    Allowed,
-    attributes_of,
-    find_weights,
-    initialize_attributes,
-    initialize_missing,
-    load_weights,
-    record_missing,
 )
 from shardwise.parameters.registry import Registry, Source, find_parameters, note_source
 from shardwise.plan.options import ParallelSpec
@@ -141,10 +133,10 @@ class WeightSource:
             ties = {alias: fqn for alias, fqn in self.found.duplicates.items() if alias in waits}
             read = {registry.tied.get(fqn, fqn) for fqn in waits}
             found = replace(self.found, tensors=waits, duplicates=ties)
-            load_weights(model, registry, self.index, found, dtype=self.dtype)
+            loading.load_weights(model, registry, self.index, found, dtype=self.dtype)
         for construction, unsplit in ((self.construction, self.unsplit), *self.later):
-            initialize_missing(model, registry, construction, unsplit, seed=seed)
-        initialize_attributes(model, self.construction, self.attributes, device=registry.mesh.device, seed=seed)
+            loading.initialize_missing(model, registry, construction, unsplit, seed=seed)
+        loading.initialize_attributes(model, self.construction, self.attributes, device=registry.mesh.device, seed=seed)
         registry.source = Source()
         if read is not None and self.index is not None:
             note_source(model, registry, digest=self.index.digest(), drawn=registry.entries.keys() - read)
@@ -167,7 +159,7 @@ def build_meta(
         reads: whether the weights at `source` are read.
     """
     options = dict(options)
-    allowed, key_mapping = Allowed.pop(options), options.pop("key_mapping", None)
+    allowed, key_mapping = loading.Allowed.pop(options), options.pop("key_mapping", None)
     where = {name: options[name] for name in HUB_OPTIONS if name in options}
     index, found = None, None
     if isinstance(source, PreTrainedConfig):
@@ -185,12 +177,12 @@ def build_meta(
         model = build_meta_model(config, auto_class, dtype=chosen, options=options)
     if index is not None:
         is_guess = auto_class is None and named_class(config) is None
-        found = find_weights(model, index, allowed=allowed, is_guess=is_guess, key_mapping=key_mapping)
-    unsplit = record_missing(model, construction, found.tensors if found else ())
+        found = loading.find_weights(model, index, allowed=allowed, is_guess=is_guess, key_mapping=key_mapping)
+    unsplit = loading.record_missing(model, construction, found.tensors if found else ())
     if not isinstance(source, PreTrainedConfig):
         model.config.name_or_path = model.name_or_path = os.fspath(source)
         read_generation_config(model, source, where)
-    return model, WeightSource(index, found, construction, unsplit, attributes_of(model), chosen)
+    return model, WeightSource(index, found, construction, unsplit, loading.attributes_of(model), chosen)
 
 
 def split_lazily(

@@ -17,7 +17,7 @@ from shardwise.api.building import parallelize
 from shardwise.api.prepare import decide
 from shardwise.comm.collectives import all_reduce_
 from shardwise.data.batch import count_targets, split_rows, target_names
-from shardwise.errors import ConfigError, PlanError, one_line
+from shardwise.errors import ConfigError, PlanError, as_error
 from shardwise.estimate.cuts import check_pipeline, fewest_microbatches, smallest_schedule
 from shardwise.lora.inject import inject_alike, read_adapter_config
 from shardwise.loss.label_use import note_label_use
@@ -26,17 +26,8 @@ from shardwise.parallel.build import as_dtype, build_meta_model, model_class_of,
 from shardwise.plan.options import ParallelSpec
 from shardwise.probe.label_use import find_label_use
 from shardwise.probe.layer_order import find_layer_order
+from shardwise.proof import parity
 from shardwise.proof.draws import ReplayRandom
-from shardwise.proof.parity import (
-    Measurement,
-    Report,
-    Tolerance,
-    in_dtype,
-    measure,
-    measure_in_training,
-    measure_narrow,
-    runs_in_float64,
-)
 from shardwise.ranks.spawn import spawn
 from shardwise.runtime.adapter_facts import find_model
 from shardwise.runtime.modes import has_dropout
@@ -56,7 +47,7 @@ def verify(
     timeout_seconds: float = 300.0,
     adapter: Any = None,
     **options: Any,
-) -> Report:
+) -> parity.Report:
     """Proves on the CPU that a split computes the same as the unsplit model.
 
     Builds a tiny model (the same architecture, few and narrow layers), trains it unsplit and split over as many gloo
@@ -156,10 +147,10 @@ class Proof:
     dtype: str | None = None
     adapters: Mapping[str, Any] = field(default_factory=dict)
     with_media: bool = False
-    tolerance: Tolerance = Tolerance()  # noqa: RUF009 - frozen
+    tolerance: parity.Tolerance = parity.Tolerance()  # noqa: RUF009 - frozen
     num_steps: int = 20
 
-    def run(self, *, timeout_seconds: float = 300.0) -> Report:
+    def run(self, *, timeout_seconds: float = 300.0) -> parity.Report:
         """Starts the ranks and returns their report."""
         start = time.perf_counter()
         shape = MeshShape.parse(self.layout)
@@ -167,7 +158,7 @@ class Proof:
         # What does not fit is an error here, before ranks are waited for.
         decide(_inject(self.adapters, tiny) if self.adapters else tiny, shape, self.exact_spec)
         measurements = spawn(_prove_on_this_rank, shape.world_size, self, timeout=timeout_seconds)
-        return Report(
+        return parity.Report(
             not_given=tuple(missing_media(tiny, self.make_batch(tiny, batch_size=2))),
             subject=f"a tiny {type(tiny).__name__}" + " with adapters" * bool(self.adapters),
             layout=f"{self.layout} with sequence parallelism" if self.spec.sequence_parallel else self.layout,
@@ -200,7 +191,7 @@ class Proof:
         return self.spec.precision.compute if self.spec.precision is not None else self.dtype or "float32"
 
 
-def _prove_on_this_rank(proof: Proof) -> Measurement:
+def _prove_on_this_rank(proof: Proof) -> parity.Measurement:
     with Mesh.open(proof.layout, device="cpu") as mesh:
         full = build_tiny_model(proof.config, proof.model_class, seed=0)
         if proof.adapters:
@@ -216,12 +207,12 @@ def _prove_on_this_rank(proof: Proof) -> Measurement:
         padded = proof.make_batch(full, batch_size=2 * num_parts, padding="right")
         if not is_labelled:  # it takes labels, and computes nothing of them
             batch.pop("labels", None), padded.pop("labels", None)
-        exact = copy.deepcopy(full).double() if runs_in_float64(full, batch) else full
+        exact = copy.deepcopy(full).double() if parity.runs_in_float64(full, batch) else full
         step = functools.partial(_train, num_microbatches=proof.num_microbatches)
         loss_of = functools.partial(_loss_of_parts, num_parts=num_parts)
-        found = measure(
+        found = parity.measure(
             exact,
-            in_dtype(batch, exact.dtype),
+            parity.in_dtype(batch, exact.dtype),
             mesh,
             split=_splitter(proof.exact_spec),
             step=step,
@@ -229,9 +220,9 @@ def _prove_on_this_rank(proof: Proof) -> Measurement:
             tolerance=proof.tolerance,
             num_steps=proof.num_steps,
         )
-        in_training = measure_in_training(
+        in_training = parity.measure_in_training(
             exact,
-            in_dtype(split_rows(padded, 2 * num_parts, 2)[1], exact.dtype),
+            parity.in_dtype(split_rows(padded, 2 * num_parts, 2)[1], exact.dtype),
             mesh,
             split=_splitter(replace(proof.exact_spec, compilation=None)),  # of compiled code nobody sees what it draws
             step=step,
@@ -243,7 +234,7 @@ def _prove_on_this_rank(proof: Proof) -> Measurement:
         dtype, split = getattr(torch, proof.run_dtype), _splitter(proof.spec, as_dtype(proof.dtype))
         if exact.dtype is dtype:
             return found
-        narrow = measure_narrow(full, exact, batch, mesh, dtype=dtype, split=split, step=step, loss_of=loss_of)
+        narrow = parity.measure_narrow(full, exact, batch, mesh, dtype=dtype, split=split, step=step, loss_of=loss_of)
         return replace(found, narrow=narrow)
 
 
@@ -251,14 +242,9 @@ def _inject(configs: Mapping[str, Any], tiny: nn.Module) -> nn.Module:
     """Adds adapters with random values to the tiny model."""
     large = nn.Module()  # represents the model that has them
     large.__dict__["peft_config"] = configs
-    try:
+    what, fix = f"the adapter does not fit {type(tiny).__name__}", "name modules of this model in target_modules"
+    with as_error(ConfigError, what, ValueError, TypeError, AttributeError, fix=fix, limit=400):
         return inject_alike(large, tiny)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"the adapter does not fit {type(tiny).__name__}",
-            why=one_line(error, limit=400),
-            fix="name modules of this model in target_modules",
-        ) from error
 
 
 def _draws_in_order(spec: ParallelSpec, pp_size: int) -> bool:

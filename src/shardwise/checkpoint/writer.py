@@ -45,7 +45,7 @@ from shardwise.sharding.boxes import Box, full_box
 from shardwise.sharding.division import Division, assign_writers
 from shardwise.sharding.layout import Layout
 from shardwise.versions import __version__
-from shardwise.weights.staging import StagedDirectory, atomic_file
+from shardwise.weights.staging import StagedDirectory, write_text
 from shardwise.weights.write import TensorFileWriter
 
 logger = logging.getLogger("shardwise.checkpoint")
@@ -339,8 +339,7 @@ class SaveJob:
         write_manifest(directory, manifest)
         staged.commit()
         try:
-            with atomic_file(request.root / LATEST) as partial:
-                partial.write_text(f"{manifest.tag}\n", encoding="utf-8")
+            write_text(request.root / LATEST, f"{manifest.tag}\n")
         except OSError as error:  # it decides nothing: a full disk, which deleting older ones may make room on
             logger.warning("%s is complete, and %s could not be written: %s", staged.target, LATEST, error)
         if request.keep_last is not None:

@@ -3,9 +3,8 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from shardwise.cli.config_file import Problems, parse_config
+from shardwise.cli.config_file import Problems, add_run, parse_config
 from shardwise.cli.plan import read_card
 from shardwise.errors import counted
 from shardwise.topology.shape import MeshShape, describe_crossing
@@ -29,16 +28,12 @@ Warns if tensor parallelism crosses machines, which works but is slow. The exit 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `shardwise check`."""
-    parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help="the run, as for `shardwise train`")
-    # Without a default argparse calls them required.
-    parser.add_argument("overrides", nargs="*", default=None, metavar="key=value", help="keys that override the file's")
-    parser.add_argument(
-        "--world-size", type=int, metavar="N", help="number of ranks the run will have (default: what the layout needs)"
-    )
+    add_run(parser)
+    about = "number of ranks the run will have (default: what the layout needs)"
+    parser.add_argument("--world-size", type=int, metavar="N", help=about)
     parser.add_argument("--card", metavar="SIZE", help="say whether a step fits this much memory, such as 80GB")
-    parser.add_argument(
-        "--ranks-per-machine", type=int, default=8, metavar="N", help="number of ranks per machine (default: 8)"
-    )
+    about = "number of ranks per machine (default: 8)"
+    parser.add_argument("--ranks-per-machine", type=int, default=8, metavar="N", help=about)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,15 +49,20 @@ def run(arguments: argparse.Namespace) -> int:
     if card is not None and not problems:
         problems += check_memory(config, card)
     if not problems:
-        shape = MeshShape.parse(config.layout)
-        if (warning := describe_crossing(shape, arguments.ranks_per_machine)) is not None:
-            print(f"warning: {warning}", file=sys.stderr)
-        print(f"{arguments.config}: no problems found ({config.layout}, {counted(shape.world_size, 'rank')})")
+        warn_of_crossing(config, arguments.ranks_per_machine)
+        num_ranks = MeshShape.parse(config.layout).world_size
+        print(f"{arguments.config}: no problems found ({config.layout}, {counted(num_ranks, 'rank')})")
         return 0
     print(f"{arguments.config}: {counted(len(problems), 'problem')}")
     for number, problem in enumerate(problems, start=1):
         print(f"{number:>3}. {str(problem).replace(chr(10), chr(10) + '     ')}")
     return 1
+
+
+def warn_of_crossing(config: TrainConfig, ranks_per_machine: int) -> None:
+    """Warns if tensor parallelism crosses machines."""
+    if (warning := describe_crossing(MeshShape.parse(config.layout), ranks_per_machine)) is not None:
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def check_run(config: TrainConfig, *, known: Sequence[Problem] = (), world_size: int | None = None) -> Problems:

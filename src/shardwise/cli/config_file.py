@@ -3,6 +3,7 @@
 The keys are declared in `train/run_config.py`; pydantic checks types and bounds.
 """
 
+import argparse
 import dataclasses
 import json
 import re
@@ -15,7 +16,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from shardwise.errors import ConfigError, LoadError, ShardwiseError, counted, did_you_mean
+from shardwise.errors import ConfigError, LoadError, ShardwiseError, as_error, counted, did_you_mean
 from shardwise.train.run_config import Problem, TrainConfig, check_config
 
 _RUN = TypeAdapter(TrainConfig)
@@ -79,6 +80,20 @@ class Problems(list[Problem]):
         """Adds the problems of keys that have none yet."""
         keys = self.affected()
         self.extend(problem for problem in more if problem.key not in keys)
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `read_config`."""
+    parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help="the run; `train --help` lists its keys")
+    add_overrides(parser)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Adds the keys that override those of a run's file."""
+    about = "keys that override the file's, such as data.seq_length=256"
+    parser.add_argument(
+        "overrides", nargs="*", default=None, metavar="key=value", help=about
+    )  # else argparse needs one
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -233,13 +248,12 @@ _Loader.add_implicit_resolver(
 
 
 def _read_file(path: Path) -> dict[str, Any]:
+    what, fix = f"cannot read the configuration file {path}", "`shardwise train --help` shows one"
     try:
-        tree: Any = yaml.load(path.read_text(encoding="utf-8"), _Loader) or {}  # a SafeLoader
+        with as_error(LoadError, what, OSError, fix=fix):
+            text = path.read_text(encoding="utf-8")
+        tree: Any = yaml.load(text, _Loader) or {}  # a SafeLoader
         tree = json.loads(json.dumps(tree, default=str))  # aliases share objects, which an override must not change
-    except OSError as error:
-        raise LoadError(
-            f"cannot read the configuration file {path}", why=error.strerror, fix="`shardwise train --help` shows one"
-        ) from error
     except (yaml.YAMLError, ValueError) as error:
         why = str(error).replace('"<unicode string>"', str(path))
         raise LoadError(f"{path} is not YAML", why=why) from error

@@ -27,25 +27,18 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `shardwise convert`."""
-    parser.add_argument(
-        "checkpoint", metavar="CKPT", help="a directory of checkpoints, or one of them; with --merge-adapter the base"
-    )
+    about = "a directory of checkpoints, or one of them; with --merge-adapter the base"
+    parser.add_argument("checkpoint", metavar="CKPT", help=about)
     parser.add_argument("out", metavar="OUT", help="the new directory")
     parser.add_argument("--to", choices=("hf",), required=True, help="the format: hf, which transformers loads")
     parser.add_argument("--tag", help="which checkpoint (default: the newest)")
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: as saved)")
     parser.add_argument("--adapter", action="store_true", help="write only the adapter, in PEFT's format")
-    parser.add_argument(
-        "--merge-adapter",
-        metavar="ADAPTER",
-        help="merge this adapter (a checkpoint, or PEFT's directory) into the base CKPT",
-    )
+    about = "merge this adapter (a checkpoint, or PEFT's directory) into the base CKPT"
+    parser.add_argument("--merge-adapter", metavar="ADAPTER", help=about)
     parser.add_argument("--config", metavar="DIRECTORY", help="the model's config, for checkpoints without one")
-    parser.add_argument(
-        "--tokenizer",
-        metavar="DIRECTORY",
-        help="tokenizer directory or hub id, copied to OUT (default for --adapter: that of its base)",
-    )
+    about = "tokenizer directory or hub id, copied to OUT (default for --adapter: that of its base)"
+    parser.add_argument("--tokenizer", metavar="DIRECTORY", help=about)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -57,13 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--adapter writes only an adapter", fix="remove --merge-adapter and --dtype")
     import torch  # slow to import, as are the next
 
-    from shardwise.api.converting import (
-        convert_adapter,
-        convert_to_hf,
-        convert_weights_to_hf,
-        merge_adapter,
-        open_anywhere,
-    )
+    from shardwise.api import converting
     from shardwise.cli.data import read_tokenizer
     from shardwise.weights.locate import CONVERTIBLE, kind_of
 
@@ -71,7 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     path = Path(arguments.checkpoint)
     if arguments.merge_adapter:
-        merge_adapter(path, arguments.merge_adapter, out, tag=arguments.tag, dtype=dtype, tokenizer=tokenizer)
+        converting.merge_adapter(
+            path, arguments.merge_adapter, out, tag=arguments.tag, dtype=dtype, tokenizer=tokenizer
+        )
         print(f"{arguments.merge_adapter} merged into {path}: {out}")
         return 0
     is_foreign = kind_of(path) in CONVERTIBLE
@@ -79,13 +68,13 @@ def run(arguments: argparse.Namespace) -> int:
         option, kind = ("--tag", "Shardwise's own checkpoints") if is_foreign else ("--config", "other checkpoints")
         raise ConfigError(f"{option} is only for {kind}", fix="remove it")
     if is_foreign:
-        convert_weights_to_hf(path, out, config=arguments.config, dtype=dtype, tokenizer=tokenizer)
+        converting.convert_weights_to_hf(path, out, config=arguments.config, dtype=dtype, tokenizer=tokenizer)
         print(f"{path} converted to {out}")
         return 0
-    with open_anywhere(path, arguments.tag) as stored:
+    with converting.open_anywhere(path, arguments.tag) as stored:
         if arguments.adapter:
-            convert_adapter(stored, out, tokenizer=tokenizer)
+            converting.convert_adapter(stored, out, tokenizer=tokenizer)
         else:
-            convert_to_hf(stored, out, dtype=dtype, tokenizer=tokenizer)
+            converting.convert_to_hf(stored, out, dtype=dtype, tokenizer=tokenizer)
         print(f"{stored.directory} converted to {out}")
     return 0

@@ -1,10 +1,10 @@
 """The tokenizer and the rows of a run: tokenized once per machine, cached, and opened by every rank."""
 
-import hashlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +15,40 @@ from rich.progress import Progress
 
 from shardwise.cli.config_file import Problems
 from shardwise.cli.launch import local_rank
-from shardwise.comm.agree import agree_on, run_on_local_rank_0
-from shardwise.comm.collectives import Group
-from shardwise.data.config import RECORD_PATTERNS, DataConfig, SourceConfig, held_out, patterns_of, rows_of, sources_of
-from shardwise.data.corpus import DataSource, Encoder, dataset_source, digest, file_source, find_files
+from shardwise.comm.agree import run_on_local_rank_0
+from shardwise.data.config import (
+    RECORD_PATTERNS,
+    DataConfig,
+    SourceConfig,
+    columns_of,
+    held_out,
+    patterns_of,
+    rows_of,
+    sources_of,
+)
+from shardwise.data.corpus import (
+    DataSource,
+    Encoder,
+    Record,
+    dataset_records,
+    dataset_source,
+    digest,
+    file_records,
+    file_source,
+    find_files,
+)
 from shardwise.data.documents import (
     Document,
     Documents,
-    Record,
-    dataset_records,
     documents_path,
-    file_records,
     read_documents,
     text_documents,
     write_documents,
 )
-from shardwise.data.examples import build_example_encoder, encode_examples, start_tokens
+from shardwise.data.examples import build_example_encoder, encode_examples, encode_texts, start_tokens
 from shardwise.data.rows import DocumentMasking, DocumentRows, MaskedRows, MixedRows, Rows, StreamRows
-from shardwise.errors import ConfigError, LoadError, counted, did_you_mean, one_line
+from shardwise.data.tables import import_package
+from shardwise.errors import ConfigError, LoadError, as_error, counted, did_you_mean
 from shardwise.train.run_config import Problem, TrainConfig
 from shardwise.weights.locate import locate_source
 
@@ -47,18 +63,17 @@ def prepare_rows(
     tokenizer: Any,
     console: Console,
     *,
-    group: Group | None,
     apart: DocumentMasking,
     dtype: torch.dtype,
     masks: bool,
-) -> Rows:
-    """Returns the rows of `data`, tokenized by one rank of each machine unless a cache exists.
+) -> Callable[[], Rows]:
+    """Tokenizes `data` on one rank of each machine, unless a cache exists; returns a function that opens the rows.
 
     Args:
         apart: how documents of packed or padded rows are separated.
         masks: whether tokens are masked and learned, for a masked language model.
 
-    Communicates: like `run_on_local_rank_0` and `agree_on`.
+    Communicates: like `run_on_local_rank_0`.
     """
     directory = Path(config.data.cache_dir or Path(config.log.dir) / "tokens")
     paths: list[Path] = []
@@ -66,32 +81,33 @@ def prepare_rows(
     def tokenize() -> None:
         paths.extend(_tokenize(source, tokenizer, directory, console) for source in sources_of(data))
 
-    def read() -> tuple[Rows, dict[str, str]]:
+    def cut(documents: Documents) -> Rows:
+        if rows_of(data) == "stream":
+            return StreamRows(documents, seq_length=data.seq_length)
+        padding = build_encoder(tokenizer).separator if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        options: dict[str, Any] = {"seq_length": data.seq_length, "too_long": data.too_long, "dtype": dtype}
+        return DocumentRows(documents, apart=apart, padding=padding, **options)
+
+    def read() -> Rows:
         # The other ranks open the source afterwards: by then a data set of the hub has been downloaded once.
         found = paths or [
-            documents_path(directory, *_open_documents(source, tokenizer).fingerprints) for source in sources_of(data)
+            documents_path(directory, _open_documents(source, tokenizer).fingerprint) for source in sources_of(data)
         ]
-        parts = [_make_rows(read_documents(path), data, tokenizer, apart=apart, dtype=dtype) for path in found]
+        parts = [cut(read_documents(path)) for path in found]
         rows: Rows = MixedRows(parts, [source.weight for source in data.sources]) if data.sources else parts[0]
         if masks:
             kept, mask = tokenizer.all_special_ids, tokenizer.mask_token_id
-            rows = MaskedRows(rows, mask=mask, num_tokens=len(tokenizer), kept=kept, seed=config.seed)
-        return rows, {f"the {key} of the rows": str(value) for key, value in rows.identity().items()}
+            return MaskedRows(rows, mask=mask, num_tokens=len(tokenizer), kept=kept, seed=config.seed)
+        return rows
 
     run_on_local_rank_0(tokenize, local_rank=local_rank())
-    return agree_on(
-        group,
-        read,
-        doing="reading the data",
-        what="the ranks read different data",
-        fix="give every machine the same files, tokenizer and versions, or a directory that all of them share",
-    )
+    return read
 
 
 def _tokenize(source: SourceConfig, tokenizer: Any, directory: Path, console: Console) -> Path:
     """Writes the documents of a source, unless a sound file of them exists; returns its path."""
-    documents = _open_documents(source, tokenizer)
-    path = documents_path(directory, *documents.fingerprints)
+    documents, files = _open_documents(source, tokenizer), _files_of(source, patterns_of(source))
+    path = documents_path(directory, documents.fingerprint)
     try:
         if path.exists():
             read_documents(path, verify=True)
@@ -105,23 +121,9 @@ def _tokenize(source: SourceConfig, tokenizer: Any, directory: Path, console: Co
         num_targets = write_documents(path, documents.read(lambda done: bar.update(task, completed=done)))
     written = read_documents(path)
     parts = f"{len(written.ends):,} documents, {len(written.tokens):,} tokens, {num_targets:,} of them learned"
-    console.print(f"tokens  {documents.name}: {parts}")
+    name = f"{source.path}, {counted(len(files), 'file')}" if files else source.dataset
+    console.print(f"tokens  {name}: {parts}")
     return path
-
-
-def _make_rows(
-    documents: Documents, data: DataConfig, tokenizer: Any, *, apart: DocumentMasking, dtype: torch.dtype
-) -> StreamRows | DocumentRows:
-    if rows_of(data) == "stream":
-        return StreamRows(documents, seq_length=data.seq_length)
-    return DocumentRows(
-        documents,
-        seq_length=data.seq_length,
-        too_long=data.too_long,
-        apart=apart,
-        padding=build_encoder(tokenizer).separator if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-        dtype=dtype,
-    )
 
 
 def check_records(config: TrainConfig, tokenizer: Any) -> list[Problem]:
@@ -139,113 +141,86 @@ def check_records(config: TrainConfig, tokenizer: Any) -> list[Problem]:
     return problems
 
 
-@dataclass(frozen=True)
-class _Documents:
-    """Tokenized documents of a source.
-
-    Attributes:
-        name: what is read, in words.
-        fingerprints: digests of the source, and of everything else that determines the tokens.
-        size: size of the source, in its own unit.
-        read: yields the documents, and calls its argument with the amount read so far.
-    """
-
-    name: str
-    fingerprints: tuple[str, str]
-    size: int
-    read: Callable[[Callable[[int], None]], Iterator[Document]]
-
-
-def _open_documents(source: SourceConfig, tokenizer: Any, *, limit: int | None = None) -> _Documents:
+def _open_documents(source: SourceConfig, tokenizer: Any, *, limit: int | None = None) -> DataSource[Document]:
     """Returns the documents of a source; with `limit` only of the first records."""
-    encoder = build_encoder(tokenizer)
-    files = find_files(Path(source.path), patterns_of(source)) if source.path is not None else ()
-    name = f"{source.path}, {counted(len(files), 'file')}" if files else str(source.dataset)
+    encoder, files = build_encoder(tokenizer), _files_of(source, patterns_of(source))
     if source.format == "text":
         text = open_source(source, files)
-        fingerprints = text.fingerprint, f"text {encoder.fingerprint} {encoder.start} {encoder.separator}"
-        return _Documents(name, fingerprints, text.size, lambda on_progress: text_documents(text, encoder, on_progress))
-    names = ("prompt", "response") if source.format == "prompt" else ("messages", "tools")
-    keys = {name: str(getattr(source, f"{name}_key")) for name in names}
-    examples = build_example_encoder(
-        tokenizer, kind=source.format, keys=keys, as_chat=source.as_chat, learn=source.learn
-    )
+        return DataSource(
+            fingerprint=digest(text.fingerprint, encoder.fingerprint, encoder.start, encoder.separator),
+            size=text.size,
+            read=lambda on_progress: text_documents(text, encoder, on_progress),
+        )
+    examples = build_example_encoder(tokenizer, kind=source.format, as_chat=source.as_chat, learn=source.learn)
     records = open_records(source, files)
+    return DataSource(
+        fingerprint=digest(records.fingerprint, examples.fingerprint, encoder.fingerprint),
+        size=records.size,
+        read=lambda on_progress: encode_examples(itertools.islice(records.read(on_progress), limit), examples),
+    )
 
-    def read(on_progress: Callable[[int], None]) -> Iterator[Document]:
-        return encode_examples(itertools.islice(records.read(on_progress), limit), examples)
 
-    fingerprints = records.fingerprint, f"{examples.fingerprint} {encoder.fingerprint}"
-    return _Documents(name, fingerprints, records.size, read)
+def _files_of(source: SourceConfig, patterns: Sequence[str]) -> tuple[Path, ...]:
+    return () if source.path is None else find_files(Path(source.path), patterns)
 
 
 def open_source(source: SourceConfig, files: Sequence[Path] = ()) -> DataSource[str | None]:
     """Returns the texts of `files`, or of the data set that `source` names."""
-    if files:
-        return file_source(files, text_key=source.text_key)
-    return dataset_source(text_key=source.text_key, **_open_dataset(source))
+    key = columns_of(source)["text"]
+    return file_source(files, text_key=key) if files else dataset_source(text_key=key, **_open_dataset(source))
 
 
 def open_records(source: SourceConfig, files: Sequence[Path] = ()) -> DataSource[Record]:
-    """Returns the records of `files`, or of the data set that `source` names: prompts with responses, or messages."""
-    return file_records(files) if files else dataset_records(**_open_dataset(source))
+    """Returns the records of `files`, or of the data set that `source` names."""
+    opened = file_records(files) if files else dataset_records(**_open_dataset(source))
+    columns = columns_of(source)
+
+    def read(on_progress: Callable[[int], None]) -> Iterator[Record]:
+        return (replace(each, columns=columns) for each in opened.read(on_progress))
+
+    return replace(opened, fingerprint=digest(opened.fingerprint, columns), read=read)
 
 
 def read_records(source: SourceConfig) -> tuple[list[Record], str]:
     """Returns all records of a source, in memory, and a fingerprint that changes with what they hold."""
-    if source.path is None:
+    files = _files_of(source, source.include or RECORD_PATTERNS)
+    if not files:
         opened = open_records(source)
-        return [replace(each, columns=source.columns) for each in opened.read(lambda done: None)], opened.fingerprint
-    records: list[Record] = []
-    sums = hashlib.sha256(digest(source.columns).encode())
-    for file in find_files(Path(source.path), source.include or RECORD_PATTERNS):
-        for each in file_records([file]).read(lambda done: None):
-            records.append(replace(each, columns=source.columns, directory=file.parent))
-            sums.update(digest(sorted(each.values.items())).encode())
-    return records, sums.hexdigest()
+        return list(opened.read(lambda done: None)), opened.fingerprint
+    records = [
+        replace(each, directory=file.parent)
+        for file in files
+        for each in open_records(source, [file]).read(lambda done: None)
+    ]
+    return records, digest(columns_of(source), [digest(sorted(each.values.items())) for each in records])
 
 
-def import_datasets(config: SourceConfig) -> Any:
-    """Returns the library that opens `config.dataset`. Raises `ConfigError` if it is not installed."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError(
-            f"{config.dataset!r} needs the package datasets, which is not installed",
-            fix="pip install datasets, or give files with data.path",
-        ) from error
-    return datasets
+def _import_datasets(config: SourceConfig) -> Any:
+    return import_package("datasets", repr(config.dataset), fix="pip install datasets, or give files with data.path")
 
 
 def find_dataset(config: SourceConfig) -> None:
     """Raises `LoadError` if the data set cannot be had. Downloads at most what describes it."""
-    datasets = import_datasets(config)
+    datasets = _import_datasets(config)
     if Path(str(config.dataset)).is_dir():
         return
-    try:
+    fix = "check its name and subset, and that the hub is reached"
+    with as_error(LoadError, f"the data set {config.dataset!r} cannot be had", fix=fix):
         datasets.load_dataset_builder(config.dataset, config.subset)
-    except Exception as error:  # of many kinds, some of which only the library has
-        what = f"the data set {config.dataset!r} cannot be had"
-        raise LoadError(
-            what, why=one_line(error), fix="check its name and subset, and that the hub is reached"
-        ) from error
 
 
 def _open_dataset(config: SourceConfig) -> dict[str, Any]:
     """Returns the rows of a split, their number (0: unknown), and a text that changes with them."""
-    datasets = import_datasets(config)
+    datasets = _import_datasets(config)
     name, most = str(config.dataset), config.max_records
-    try:
+    what = f"datasets cannot open {config.split!r} of {name!r}"
+    with as_error(LoadError, what, KeyError, OSError, ValueError, at="data.dataset"):
         if any((Path(name) / marker).exists() for marker in ("state.json", "dataset_dict.json")):
             rows = datasets.load_from_disk(name)
             rows = rows[config.split] if isinstance(rows, dict) else rows
         else:
             streams = {"streaming": True} if config.streamed else {}
             rows = datasets.load_dataset(name, config.subset, split=config.split, **streams)
-    except (KeyError, OSError, ValueError) as error:
-        raise LoadError(
-            f"datasets cannot open {config.split!r} of {name!r}", at="data.dataset", why=str(error)
-        ) from error
     if config.streamed:
         about = [name, config.subset, config.split, most, str(getattr(rows, "info", ""))]
         return {"rows": rows if most is None else rows.take(most), "size": most or 0, "fingerprint": digest(about)}
@@ -282,18 +257,13 @@ def read_template(tokenizer: Any, chosen: str) -> str:
 def read_tokenizer(place: str, *, option: str) -> Any:
     """Returns the tokenizer of the directory or hub id in `option`. Raises `LoadError` if it cannot be loaded."""
     locate_source(place)
-    try:
+    fix = f"set {option} to a directory or hub id with tokenizer files"
+    with as_error(LoadError, f"cannot load a tokenizer from {place!r}", fix=fix):
         tokenizer = transformers.AutoTokenizer.from_pretrained(place)
         special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
         if len(tokenizer.get_vocab().keys() - special) < 2:  # transformers invents one where there are no files
             raise ValueError("there are no tokenizer files, so its vocabulary has special tokens only")
         return tokenizer
-    except Exception as error:  # a damaged file raises errors of many kinds
-        raise LoadError(
-            f"cannot load a tokenizer from {place!r}",
-            why=one_line(error),
-            fix=f"set {option} to a directory or hub id with tokenizer files",
-        ) from error
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -313,11 +283,5 @@ def build_encoder(tokenizer: Any) -> Encoder:
             fix='set one and save it: tokenizer.eos_token = "</s>"; tokenizer.save_pretrained(...)',
         )
 
-    def encode(texts: list[str]) -> list[list[int]]:
-        # verbose: it would warn of texts longer than the model's context, which are cut into rows later.
-        encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        ids: list[list[int]] = encoded["input_ids"]
-        return ids
-
     fingerprint, start = tokenizer_digest(tokenizer), tuple(start_tokens(tokenizer))
-    return Encoder(encode=encode, separator=int(end), fingerprint=fingerprint, start=start)
+    return Encoder(encode=partial(encode_texts, tokenizer), separator=int(end), fingerprint=fingerprint, start=start)

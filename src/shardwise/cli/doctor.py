@@ -89,9 +89,6 @@ def _check_machine() -> Iterator[Finding]:
         yield "ok", f"cuda:{index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
     if has_gpu:
         yield "ok", "NCCL", ".".join(map(str, torch.cuda.nccl.version()))
-        names = ("flash", "mem_efficient", "cudnn", "math")
-        kernels = [name for name in names if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()]
-        yield "ok" if kernels[:-1] else "note", "attention kernels", ", ".join(kernels)
     else:
         yield "note", "devices", "no GPU; ranks run on the CPU"
     for backend in ("gloo", "nccl") if has_gpu else ("gloo",):

@@ -1,9 +1,8 @@
 """`shardwise evaluate`: measures a model on held-out data."""
 
 import argparse
-from pathlib import Path
 
-from shardwise.cli.config_file import read_config
+from shardwise.cli.config_file import add_run, read_config
 from shardwise.cli.launch import run_ranks
 from shardwise.errors import ConfigError
 from shardwise.topology.shape import MeshShape
@@ -20,9 +19,7 @@ that of `model.path`.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `shardwise evaluate`."""
-    parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help="the run, as for `shardwise train`")
-    # Without a default argparse calls them required.
-    parser.add_argument("overrides", nargs="*", default=None, metavar="key=value", help="keys that override the file's")
+    add_run(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -36,6 +33,5 @@ def run(arguments: argparse.Namespace) -> int:
 
         evaluate(config)
 
-    words = ["evaluate", str(arguments.config), *arguments.overrides, *(["--traceback"] * arguments.traceback)]
     num_ranks = MeshShape.parse(config.layout).world_size
-    return run_ranks(words, body, num_ranks=num_ranks, show_traceback=arguments.traceback)
+    return run_ranks(arguments.words, body, num_ranks=num_ranks, show_traceback=arguments.traceback)

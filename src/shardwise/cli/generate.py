@@ -40,13 +40,10 @@ def run(arguments: argparse.Namespace) -> int:
     shape = MeshShape.parse(arguments.layout)
     if shape.data_size > 1:
         raise ConfigError(f"the layout {shape} has data ranks", why="there is one prompt", fix="use tp and pp ranks")
+    words = arguments.words
     if arguments.prompt is None:
         arguments.prompt = sys.stdin.read()
-    options = {key: value for key, value in vars(arguments).items() if key not in ("command", "run", "model")}
-    words = ["generate", arguments.model]
-    for key, value in options.items():
-        name = f"--{key.replace('_', '-')}"
-        words += [name] if value is True else [f"{name}={value}"] if value not in (None, False) else []
+        words = [*words, f"--prompt={arguments.prompt}"]
     return run_ranks(
         words, lambda: _generate(arguments, shape), num_ranks=shape.world_size, show_traceback=arguments.traceback
     )
@@ -76,24 +73,14 @@ def _generate(arguments: argparse.Namespace, shape: MeshShape) -> None:
                 fix = f"shardwise convert {place} --adapter --to hf OUT; shardwise generate BASE --adapter OUT"
                 raise ConfigError(f"{place} holds checkpoints of an adapter, or gets one", fix=fix)
             source = read_config(stored.directory / "config.json", {})[0]
-        model: Any = load_by_spec(
-            source,
-            mesh,
-            ParallelSpec(),
-            dtype=arguments.dtype,
-            seed=0,
-            adapter=arguments.adapter,
-            checkpoint=stored,
-            options={},
-        )
+        values = {"dtype": arguments.dtype, "adapter": arguments.adapter, "checkpoint": stored}
+        model: Any = load_by_spec(source, mesh, ParallelSpec(), seed=0, options={}, **values)
         ids = _encode(tokenizer, arguments.prompt, is_chat=arguments.chat)
         ids = {name: value.to(mesh.device) for name, value in ids.items() if name in ("input_ids", "attention_mask")}
-        samples = {"do_sample": True, "temperature": arguments.temperature} if arguments.temperature else {}
+        samples = {"do_sample": bool(arguments.temperature), "temperature": arguments.temperature or None}
         shown = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if mesh.rank == 0 else None
         torch.manual_seed(arguments.seed)
-        model.generate(
-            **ids, max_new_tokens=arguments.max_new_tokens, streamer=shown, **(samples or {"do_sample": False})
-        )
+        model.generate(**ids, max_new_tokens=arguments.max_new_tokens, streamer=shown, **samples)
 
 
 def _encode(tokenizer: Any, prompt: str, *, is_chat: bool) -> Any:

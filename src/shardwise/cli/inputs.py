@@ -1,10 +1,10 @@
 """Checks what a configuration names before the run starts: files, packages, and the directories that it writes to."""
 
-import importlib
 import importlib.util
 import inspect
 import json
 import os
+import pkgutil
 import shutil
 import sys
 from contextlib import suppress
@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 
+from shardwise.api.checkpoints import ADAPTER_MODES
 from shardwise.cli.config_file import Problems
 from shardwise.cli.data import find_dataset
 from shardwise.cli.tasks import adapter_options, find_task
 from shardwise.data.config import held_out, patterns_of, sources_of
 from shardwise.data.corpus import find_files
+from shardwise.data.tables import import_package
 from shardwise.data.tasks import TASKS
-from shardwise.errors import ConfigError, LoadError, ShardwiseError, did_you_mean, one_line
+from shardwise.errors import ConfigError, LoadError, ShardwiseError, as_error, did_you_mean
 from shardwise.lora.inject import peft
 from shardwise.plan.options import Compile
 from shardwise.train.run_config import CompilationConfig, Problem, TrainConfig
@@ -27,7 +29,6 @@ from shardwise.weights.staging import is_url
 from shardwise.weights.write import check_target
 
 _OWN_KEYS = ("path", "export")
-_EXPORTS = ("only", "with_base", "merged")
 
 
 def check_inputs(config: TrainConfig) -> list[Problem]:
@@ -48,11 +49,8 @@ def check_inputs(config: TrainConfig) -> list[Problem]:
     if data.state is not None:
         with problems.of("data.state"):
             read_data_state(data.state)
-    if (config.log.tensorboard or "tensorboard" in config.log.to) and importlib.util.find_spec("tensorboard") is None:
-        fix = "pip install tensorboard, or set it to false (train.jsonl has the same numbers)"
-        problems.append(Problem("log.tensorboard", "is true, but the package tensorboard is not installed", fix))
-    for number, name in enumerate(config.log.to):
-        with problems.of(f"log.to[{number}]"):
+    for number, name in enumerate(config.log.trackers):
+        with problems.of(f"log.to[{number}]" if name in config.log.to else "log.tensorboard"):
             find_tracker(name)
     for number, place in enumerate(config.log.callbacks):
         with problems.of(f"log.callbacks[{number}]"):
@@ -123,9 +121,8 @@ def check_place(directory: str, *, num_bytes: int = 0) -> None:
 
 def compilation_of(chosen: CompilationConfig, device: torch.device) -> Compile | None:
     """Returns the options of torch.compile on `device`; None without compilation."""
-    backend = chosen.backend
-    if backend == "auto":
-        backend = "inductor" if device.type == "cuda" else None
+    automatic = "inductor" if device.type == "cuda" else None
+    backend = automatic if chosen.backend == "auto" else chosen.backend
     if backend is None:
         return None
     return Compile(backend=backend, dynamic=chosen.dynamic, mode=chosen.mode, options=chosen.options or None)
@@ -133,10 +130,8 @@ def compilation_of(chosen: CompilationConfig, device: torch.device) -> Compile |
 
 def read_data_state(place: str) -> dict[str, int]:
     """Reads the data_state.json of an earlier run."""
-    try:
+    with as_error(LoadError, f"cannot read {place}", OSError, ValueError):
         state = json.loads(Path(place).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise LoadError(f"cannot read {place}", why=str(error)) from error
     if not isinstance(state, dict) or "num_batches_read" not in state:
         raise LoadError(f"{place} is not a data state", fix="name the data_state.json of an earlier run")
     return state
@@ -146,10 +141,9 @@ def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
     """Returns the class `name` of torch.optim, or the class at the dotted path `name`. Raises `ConfigError` if there is
     none.
     """
-    module, _, last = name.rpartition(".")
     try:
-        value = getattr(importlib.import_module(module or "torch.optim"), last, None)
-    except (ImportError, TypeError, ValueError):
+        value = pkgutil.resolve_name(name if "." in name else f"torch.optim.{name}")
+    except (ImportError, AttributeError, ValueError):
         value = None
     if not (inspect.isclass(value) and issubclass(value, torch.optim.Optimizer)):
         names = [name for name, value in vars(torch.optim).items() if inspect.isclass(value)]
@@ -158,12 +152,17 @@ def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
 
 
 def find_tracker(name: str) -> Any:
-    """Returns accelerate's class of a tracker. Raises `ConfigError` if there is none, or its package is missing."""
-    try:
-        from accelerate import tracking  # optional
-    except ImportError as error:
-        fix = "pip install accelerate (train.jsonl has the same numbers)"
-        raise ConfigError(f"{name!r} needs the package accelerate, which is not installed", fix=fix) from error
+    """Returns accelerate's class of a tracker. Raises `ConfigError` if there is none, or its package is missing.
+
+    TensorBoard needs no accelerate: torch writes its events. None stands for it.
+    """
+    if name == "tensorboard":
+        if importlib.util.find_spec(name) is None:
+            fix = "pip install tensorboard, or leave it out (train.jsonl has the same numbers)"
+            raise ConfigError("the package tensorboard is not installed", fix=fix)
+        return None
+    fix = "pip install accelerate (train.jsonl has the same numbers)"
+    tracking = import_package("accelerate.tracking", repr(name), fix=fix)
     known: dict[str, Any] = {str(key): value for key, value in tracking.LOGGER_TYPE_TO_CLASS.items()}
     if name not in known:
         raise ConfigError(
@@ -178,14 +177,11 @@ def find_callback(place: str) -> Any:
     """Returns the class at `module:Class`, also of a module in the current directory. Raises `ConfigError` if there is
     none, or it has no `report`.
     """
-    module, _, name = place.partition(":")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        fix = "write module:Class, such as my_callbacks:Plotter"
-        raise ConfigError(f"there is no class {place!r}", why=one_line(error), fix=fix) from error
+    fix = "write module:Class, such as my_callbacks:Plotter"
+    with as_error(ConfigError, f"there is no class {place!r}", ImportError, AttributeError, ValueError, fix=fix):
+        found = pkgutil.resolve_name(place)
     if not callable(getattr(found, "report", None)):
         raise ConfigError(f"{place} has no method report(record)")
     return found
@@ -216,13 +212,11 @@ def adapter_of(config: TrainConfig) -> Any:
     if "path" in settings:
         return settings["path"]
     values = {key: value for key, value in settings.items() if key not in _OWN_KEYS}
-    try:
+    with as_error(ConfigError, "peft.LoraConfig refuses these keys", TypeError, ValueError):
         options = adapter_options(config)
         if "target_modules" in options:
             del values["target_modules"]
         return peft().LoraConfig(**{**options, **values})
-    except (TypeError, ValueError) as error:
-        raise ConfigError("peft.LoraConfig refuses these keys", why=one_line(error)) from error
 
 
 def export_mode(config: TrainConfig) -> str | None:
@@ -233,8 +227,8 @@ def export_mode(config: TrainConfig) -> str | None:
 def check_adapter(config: TrainConfig) -> list[Problem]:
     """Returns the problems of `adapter` that PEFT does not find when the model is built."""
     settings, mode, problems = config.adapter or {}, export_mode(config), []
-    if mode is not None and mode not in _EXPORTS:
-        what = f"is {mode!r}, must be one of {', '.join(_EXPORTS)}{did_you_mean(str(mode), _EXPORTS)}"
+    if mode is not None and mode not in ADAPTER_MODES:
+        what = f"is {mode!r}, must be one of {', '.join(ADAPTER_MODES)}{did_you_mean(str(mode), ADAPTER_MODES)}"
         problems.append(Problem("adapter.export", what))
     elif "export" in settings and config.export is None:
         problems.append(Problem("adapter.export", f"is {mode}, but nothing is exported", "set export to a directory"))

@@ -124,11 +124,9 @@ def _launch_once(
                 ranks.append(RankProcess(_run_command, list(arguments), {**shared, **own}, output=(1, 2)))
             while None in (codes := [rank.exit_code for rank in ranks]) and not any(codes):
                 time.sleep(RANKS_POLL_SECONDS)
-        except KeyboardInterrupt:
-            _end(ranks, signal.SIGINT, seconds=seconds_to_end)
-            raise
-        except SystemExit as end:
-            _end(ranks, signal.Signals(int(end.code or 0) - 128), seconds=seconds_to_end)
+        except (KeyboardInterrupt, SystemExit) as end:
+            number = int(end.code or 0) - 128 if isinstance(end, SystemExit) else signal.SIGINT
+            _end(ranks, signal.Signals(number), seconds=seconds_to_end)
             raise
         finally:
             _end(ranks, signal.SIGTERM, seconds=SECONDS_TO_SHUT_DOWN)

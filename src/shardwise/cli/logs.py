@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shardwise.cli.inputs import find_tracker
-from shardwise.errors import ConfigError, one_line
+from shardwise.errors import ConfigError, as_error, one_line
 from shardwise.train.loop import StepRecord
 from shardwise.train.run_config import TrainConfig
-from shardwise.weights.staging import atomic_file
+from shardwise.weights.staging import write_text
 
 logger = logging.getLogger("shardwise.train")
 SHOWN_STEPS = 20  # the screen shows the mean speed of this many steps
@@ -54,15 +54,11 @@ class JsonlLog:
 
 
 def _remove_later_steps(path: Path, num_done: int) -> None:
-    with (
-        atomic_file(path) as partial,
-        path.open(encoding="utf-8") as lines,
-        partial.open("w", encoding="utf-8") as kept,
-    ):
-        for line in lines:
-            with suppress(ValueError, KeyError):  # the last one may be torn
-                if json.loads(line)["step"] <= num_done:
-                    kept.write(line.rstrip("\n") + "\n")
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with suppress(ValueError, KeyError):  # the last one may be torn
+            kept += [f"{line}\n"] if json.loads(line)["step"] <= num_done else []
+    write_text(path, "".join(kept))
 
 
 class TensorBoardLog:
@@ -96,13 +92,11 @@ class TrackerLog:
         from accelerate import PartialState  # optional
 
         known = find_tracker(name)
-        try:
+        with as_error(ConfigError, f"the tracker {name!r} cannot start", at="log.to"):  # a key or a server is missing
             PartialState()  # trackers log through it
             self._tracker = known(config.log.project, *([config.log.dir] if known.requires_logging_directory else []))
             self._tracker.start()
             self._tracker.store_init_configuration(dict(settings))
-        except Exception as error:  # of the tracker's own kinds: it asks for a key, or a server does not answer
-            raise ConfigError(f"the tracker {name!r} cannot start", at="log.to", why=one_line(error)) from error
 
     def report(self, record: StepRecord) -> None:
         """Logs every quantity of the record."""

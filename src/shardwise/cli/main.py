@@ -92,7 +92,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
     parser, commands = _build_parser(with_keys=not {"-h", "--help"}.isdisjoint(words))
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         parser.error(f"unknown command {words[0]!r}{did_you_mean(words[0], COMMANDS)}; there are {', '.join(COMMANDS)}")
-    arguments, rest = parser.parse_known_args(words)
+    arguments, rest = parser.parse_known_args(words, argparse.Namespace(words=words))
     # argparse takes consecutive positional words only, so overrides after an option are left over.
     if rest and hasattr(arguments, "overrides"):
         arguments.overrides += [word for word in rest if not word.startswith("-")]

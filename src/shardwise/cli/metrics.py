@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from shardwise.comm.collectives import all_gather_objects
 from shardwise.data.batch import IGNORED
-from shardwise.data.tasks import Task, Tools
+from shardwise.data.corpus import Record
+from shardwise.data.tables import import_package
+from shardwise.data.tasks import Task, Tools, encode_answers
 from shardwise.errors import ConfigError, did_you_mean
 from shardwise.mesh import Mesh
 from shardwise.runtime.adapter_facts import find_model
@@ -52,14 +54,8 @@ def check_metrics(config: TrainConfig, task: Task, tools: Tools | None) -> None:
 
 
 def import_torchmetrics() -> Any:
-    """Returns the package. Raises `ConfigError` if it is not installed."""
-    try:
-        import torchmetrics.functional.classification
-        import torchmetrics.functional.text
-    except ImportError as error:
-        what = "metrics of held-out examples need the package torchmetrics, which is not installed"
-        raise ConfigError(what, fix="pip install torchmetrics") from error
-    return torchmetrics.functional
+    """Returns torchmetrics' functions. Raises `ConfigError` if the package is not installed."""
+    return import_package("torchmetrics", "a metric of held-out examples", fix="pip install torchmetrics").functional
 
 
 class ExampleMetrics:
@@ -67,22 +63,32 @@ class ExampleMetrics:
 
     Args:
         max_new_tokens: tokens generated for each row where texts are compared.
+        records: of the rows that are seen, with every answer to a question.
     """
 
-    def __init__(self, task: Task, tools: Tools, model: nn.Module, mesh: Mesh, *, max_new_tokens: int) -> None:
+    def __init__(
+        self,
+        task: Task,
+        tools: Tools,
+        model: nn.Module,
+        mesh: Mesh,
+        *,
+        max_new_tokens: int,
+        records: Sequence[Record] = (),
+    ) -> None:
         self._kind, self._tools, self._model, self._mesh = task.metrics, tools, model, mesh
-        self._max_new_tokens = max_new_tokens
+        self._max_new_tokens, self._records = max_new_tokens, records
         self._seen: list[tuple[Any, Any]] = []
 
-    def see(self, outputs: Any, batch: Mapping[str, Tensor]) -> None:
-        """Notes what the model says about a batch. Rows whose targets are all ignored are left out.
+    def see(self, outputs: Any, batch: Mapping[str, Tensor], rows: Sequence[int]) -> None:
+        """Notes what the model says about a batch of these rows. Rows whose targets are all ignored are left out.
 
         Communicates: what `generate` does where texts are compared.
         """
         if self._kind == "classes":
             self._see_classes(outputs.logits, batch["labels"])
         elif self._kind == "spans":
-            self._see_spans(outputs, batch)
+            self._see_spans(outputs, batch, rows)
         elif self._kind == "frames":
             self._see_frames(outputs.logits, batch["labels"])
         else:
@@ -107,7 +113,10 @@ class ExampleMetrics:
         said, meant = [pair[0] for pair in seen], [pair[1] for pair in seen]
         text = functional.text
         if self._kind == "spans":
-            answers = [{"answers": {"answer_start": [0], "text": [each]}, "id": str(n)} for n, each in enumerate(meant)]
+            answers = [
+                {"answers": {"answer_start": [0] * len(each), "text": each}, "id": str(n)}
+                for n, each in enumerate(meant)
+            ]
             found = text.squad([{"prediction_text": each, "id": str(n)} for n, each in enumerate(said)], answers)
             return {name: float(value) for name, value in found.items()}
         if self._kind in ("words", "frames"):
@@ -122,17 +131,15 @@ class ExampleMetrics:
         is_kept = labels != IGNORED
         self._seen.append((logits.argmax(-1)[is_kept].cpu(), labels[is_kept].cpu()))
 
-    def _see_spans(self, outputs: Any, batch: Mapping[str, Tensor]) -> None:
-        ids = batch["input_ids"]
-        sides = (outputs.start_logits.argmax(-1), outputs.end_logits.argmax(-1))
-        meant = (batch["start_positions"], batch["end_positions"])
-        for row in range(len(ids)):
-            if int(meant[0][row]) < ids.shape[1]:
-                said, target = (
-                    self._tools.tokenizer.decode(ids[row, int(start[row]) : int(end[row]) + 1])
-                    for start, end in (sides, meant)
-                )
-                self._seen.append((said, target))
+    def _see_spans(self, outputs: Any, batch: Mapping[str, Tensor], rows: Sequence[int]) -> None:
+        starts, ends = outputs.start_logits.argmax(-1).tolist(), outputs.end_logits.argmax(-1).tolist()
+        for row, ids, start, end, target in zip(
+            rows, batch["input_ids"], starts, ends, batch["start_positions"].tolist(), strict=True
+        ):
+            if target < len(ids):
+                _, meant = encode_answers(self._records[row], self._tools)
+                texts = [self._tools.tokenizer.decode(ids[a : b + 1]) for a, b in ((start, end), *meant)]
+                self._seen.append((texts[0], texts[1:]))
 
     def _see_frames(self, logits: Tensor, labels: Tensor) -> None:
         """Like CTC: of frames with the same token one is kept, and then no blank ones."""

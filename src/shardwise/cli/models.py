@@ -16,16 +16,16 @@ from shardwise.cli.config_file import Problems, config_error
 from shardwise.cli.data import build_encoder, check_records, load_tokenizer
 from shardwise.cli.inputs import adapter_of, check_place, compilation_of, find_optimizer
 from shardwise.cli.metrics import check_metrics
-from shardwise.cli.tasks import class_of, example_rows, find_task, load_options, open_tools
+from shardwise.cli.tasks import class_of, example_rows, find_task, new_head, open_tools, read_model_config
 from shardwise.data.config import DataConfig, held_out, rows_of, sources_of
 from shardwise.data.rows import DocumentMasking
 from shardwise.data.tasks import TASKS
-from shardwise.errors import ConfigError, ShardwiseError, did_you_mean, one_line, sized
+from shardwise.errors import ConfigError, ShardwiseError, as_error, did_you_mean, sized
 from shardwise.estimate.memory import Card
 from shardwise.loss.label_use import check_label_use
 from shardwise.mesh import Mesh
 from shardwise.optim.optimizer import build_optimizer
-from shardwise.parallel.build import num_positions, read_config, read_generation_config
+from shardwise.parallel.build import num_positions, read_generation_config
 from shardwise.plan.options import ParallelSpec, Precision
 from shardwise.probe.label_use import probe_document_masking
 from shardwise.runtime.adapter_facts import find_model
@@ -33,8 +33,6 @@ from shardwise.topology.shape import MeshShape
 from shardwise.train.run_config import OptimizerConfig, Problem, TrainConfig, num_microbatches_of
 
 logger = logging.getLogger("shardwise.train")
-
-SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def build_model(
@@ -56,13 +54,8 @@ def build_model(
     if problems := _check_fit(model_config, config, num_tokens):
         raise config_error("the configuration", problems)
     options: dict[str, Any] = {"allow_missing": source.allow_missing, "allow_unused": source.allow_unused}
-    if source.path is not None and TASKS[find_task(config)].metrics == "classes":
-        labels = {name: getattr(model_config, name) for name in ("id2label", "label2id", "problem_type")}
-        options |= {key: value for key, value in labels.items() if value}
-    if source.path is not None and source.task == "ctc":
-        options |= {"vocab_size": model_config.vocab_size, "pad_token_id": model_config.pad_token_id}
-    new = load_options(config, model_config)
-    options |= {**new, "allow_missing": (*source.allow_missing, *new.get("allow_missing", ()))}
+    if head := new_head(config, model_config):
+        options |= {"allow_missing": (*source.allow_missing, *head), "ignore_mismatched_sizes": head}
     model: torch.nn.Module = load_by_spec(
         model_config if source.path is None else source.path,
         mesh,
@@ -71,6 +64,7 @@ def build_model(
         dtype=getattr(torch, source.dtype),
         seed=config.seed,
         adapter=adapter_of(config),
+        config=model_config,
         checkpoint=checkpoint,
         options=options,
     )
@@ -111,8 +105,6 @@ def check_model(config: TrainConfig) -> list[Problem]:
         task = find_task(config)  # before the tokenizer, which may be missing because there is no model
     if problems:
         return problems
-    with problems.of("evaluation.metric"):
-        check_metrics(config, TASKS[task], None)
     with problems.of("model.tokenizer"):
         tokenizer = load_tokenizer(config) if "tokenizer" in TASKS[task].needs else None
         if TASKS[task].encode is None:
@@ -123,21 +115,21 @@ def check_model(config: TrainConfig) -> list[Problem]:
         model_config = read_model_config(config, tokenizer)
     if problems:
         return problems
+    tools = None
+    read = [config.data, *([held_out(config.data, config.evaluation)] if config.evaluation.path else [])]
     if TASKS[task].encode is None:
         problems += check_records(config, tokenizer)
-        read = [config.data, *([held_out(config.data, config.evaluation)] if config.evaluation.path else [])]
         for data in {rows_of(data): data for data in read}.values():
             with problems.of("data.rows"):
                 find_run_apart(data, model_config, TASKS[task].auto_class)
     else:
         with problems.of("data"):
             tools, model_config = open_tools(config, model_config, tokenizer)
-            rows = example_rows(sources_of(config.data), TASKS[task], tools)
-            rows.read([0, rows.num_rows - 1], width=0)
-            check_metrics(config, TASKS[task], tools)
-            if config.evaluation.path is not None:
-                held = example_rows((held_out(config.data, config.evaluation),), TASKS[task], tools)
-                held.read([0, held.num_rows - 1], width=0)
+            for data in read:
+                rows = example_rows(sources_of(data), TASKS[task], tools)
+                rows.read([0, rows.num_rows - 1], width=0)
+    with problems.of("evaluation.metric"):
+        check_metrics(config, TASKS[task], tools)
     num_tokens = len(tokenizer) if tokenizer is not None else None
     return [*problems, *_check_fit(model_config, config, num_tokens), *_rehearse(config, model_config)]
 
@@ -217,25 +209,9 @@ def make_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.opt
         del arguments["weight_decay"]
     for key in {key for group in config.groups for key in group} - {"params", "max_dims"} - accepted.keys():
         raise ConfigError(f"optimizer.groups: {config.name} has no argument {key!r}{did_you_mean(key, accepted)}")
-    try:
+    what, fix = f"{config.name} cannot be built with these options", "correct optimizer.options and optimizer.groups"
+    with as_error(ConfigError, what, TypeError, ValueError, fix=fix):
         return build_optimizer(model, optimizer_class, groups=config.groups, **arguments)
-    except (TypeError, ValueError) as error:
-        if isinstance(error, ShardwiseError):
-            raise
-        raise ConfigError(
-            f"{config.name} cannot be built with these options",
-            why=one_line(error),
-            fix="correct optimizer.options and optimizer.groups",
-        ) from error
-
-
-def read_model_config(config: TrainConfig, tokenizer: Any) -> Any:
-    """Returns the model's transformers config. A new model gets the tokenizer's vocabulary size and special tokens."""
-    source = config.model.path or config.model.config
-    if isinstance(source, dict) and tokenizer is not None:
-        names = {"vocab_size": len(tokenizer), **{name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}}
-        source = names | source
-    return read_config(source or {}, {})[0]
 
 
 def _check_fit(model_config: Any, config: TrainConfig, num_tokens: int | None) -> list[Problem]:

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from shardwise.cli.config_file import read_config
+from shardwise.cli.config_file import add_overrides, read_config
 from shardwise.data.config import TaskName
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, as_error
 from shardwise.estimate.cuts import schedule_for
 from shardwise.estimate.memory import Card
 from shardwise.plan.options import ParallelSpec, Precision, Recompute
@@ -34,14 +34,11 @@ replicated and why. Reads the model's configuration, not its weights.
 
 def add_target(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that `find_target` reads."""
-    parser.add_argument(
-        "model", metavar="MODEL", help="model directory, hub id, config.json, or the YAML file of a run"
-    )
-    # Without a default argparse calls them required.
-    parser.add_argument("overrides", nargs="*", default=None, metavar="key=value", help="keys that override the run's")
-    parser.add_argument(
-        "--layout", metavar="LAYOUT", help="ranks along each axis, such as tp2 (default for a run: its own)"
-    )
+    about = "model directory, hub id, config.json, or the YAML file of a run"
+    parser.add_argument("model", metavar="MODEL", help=about)
+    add_overrides(parser)
+    about = "ranks along each axis, such as tp2 (default for a run: its own)"
+    parser.add_argument("--layout", metavar="LAYOUT", help=about)
     parser.add_argument("--sequence-parallel", action="store_true", help="also split activations along the sequence")
     tasks = get_args(TaskName)
     about = f"which of its model classes: {', '.join(tasks)} (default: the one that the model names)"
@@ -55,12 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--card", metavar="SIZE", help="say whether a step fits this memory, such as 80GB")
     parser.add_argument("--compute", metavar="DTYPE", help="dtype of forward and backward, such as bfloat16")
     parser.add_argument("--recompute", metavar="MODE", help="none, full, attention, selective or alternate")
-    parser.add_argument(
-        "--timeline",
-        type=Path,
-        metavar="FILE",
-        help="draw one step of the pipeline to this file: .svg, or .json for Perfetto",
-    )
+    about = "draw one step of the pipeline to this file: .svg, or .json for Perfetto"
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help=about)
     parser.add_argument("--adapter", metavar="DIRECTORY", help="a PEFT adapter to train on the frozen model")
 
 
@@ -114,10 +107,8 @@ def _draw_step(file: Path, shape: MeshShape, spec: ParallelSpec, num_microbatche
     """Draws a step of the pipeline to `file`, and prints it."""
     drawn = timeline(schedule_for(spec.pipeline, shape, num_microbatches))
     text = draw_svg(drawn) if file.suffix == ".svg" else chrome_trace({"step": drawn})
-    try:
+    with as_error(ConfigError, f"--timeline {file} cannot be written", OSError):
         file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--timeline {file} cannot be written", why=error.strerror) from error
     print(f"\n{describe_schedule(drawn)}")
 
 
@@ -141,7 +132,8 @@ def find_target(arguments: argparse.Namespace) -> tuple[Any, MeshShape, Parallel
     """
     shape, config = read_target(arguments)
     from shardwise.cli.data import load_tokenizer
-    from shardwise.cli.models import read_model_config, spec_of  # torch and transformers are slow to import
+    from shardwise.cli.models import spec_of  # torch and transformers are slow to import
+    from shardwise.cli.tasks import read_model_config
     from shardwise.parallel.build import read_config as read_config_values
 
     source: Any = str(arguments.model)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.cli.config_file import flat_config, read_config
-from shardwise.errors import LoadError
+from shardwise.errors import LoadError, as_error
 from shardwise.topology.shape import AXES, MeshShape
 from shardwise.train.run_config import TrainConfig
 
@@ -45,11 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     directory, out = arguments.log, arguments.out or arguments.log / "report.html"
-    try:
+    with as_error(LoadError, f"{directory} holds no train.jsonl", OSError, fix="name the log directory of a run"):
         lines = (directory / "train.jsonl").read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        fix = "name the log directory of a run"
-        raise LoadError(f"{directory} holds no train.jsonl", why=error.strerror, fix=fix) from error
     records = []
     for line in lines:
         with suppress(ValueError):  # the last one of a run that goes on may be torn

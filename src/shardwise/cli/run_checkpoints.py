@@ -11,7 +11,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -266,7 +266,16 @@ def find_saved_run(
                 fix="name another directory",
             )
         changed = _find_changes(extra, run, batches.state_dict())
-        _check_changes({key: words for key, words in changed.items() if not _may_change(key, config.change)})
+        allowed = ("steps", "epochs", *config.change)
+        refused = [key for key in changed if not any(f"{key}.".startswith(f"{name}.") for name in allowed)]
+        if refused:
+            raise ConfigError(
+                "the checkpoint belongs to a run with other settings",
+                at="checkpoint.dir",
+                why="\n".join(changed[key] for key in refused[:8]),
+                fix=f"use the settings of that run, name another checkpoint.dir, or say that they may change:\n"
+                f"checkpoint.change=[{', '.join(refused)}]. layout, precision and number of steps always may",
+            )
     console.print(f"resume  {directory / stored.manifest.tag}")
     for words in changed.values():
         console.print(f"change  {words}")
@@ -332,19 +341,3 @@ def _find_changes(extra: Mapping[str, Any], run: Mapping[str, Any], batches: Map
         if (was := extra["batches"].get(name)) != batches[name]:
             changed[key] = f"{key}: was {was}, is {batches[name]}"
     return changed
-
-
-def _may_change(key: str, allowed: Sequence[str]) -> bool:
-    return key in ("steps", "epochs") or any(key == name or key.startswith(f"{name}.") for name in allowed)
-
-
-def _check_changes(changed: Mapping[str, str]) -> None:
-    if changed:
-        keys = ", ".join(changed)
-        raise ConfigError(
-            "the checkpoint belongs to a run with other settings",
-            at="checkpoint.dir",
-            why="\n".join([*changed.values()][:8]),
-            fix=f"use the settings of that run, name another checkpoint.dir, or say that they may change:\n"
-            f"checkpoint.change=[{keys}]. layout, precision and number of steps always may",
-        )

@@ -1,7 +1,6 @@
 """The task of a run: its model class, its labels, and what turns records into examples."""
 
 import copy
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,15 +15,16 @@ from shardwise.checkpoint.store import find_tag
 from shardwise.cli.data import read_records, tokenizer_digest
 from shardwise.cli.run_checkpoints import find_newest
 from shardwise.data.config import SourceConfig, WeightedSource, sources_of
-from shardwise.data.corpus import digest
-from shardwise.data.documents import Record
+from shardwise.data.corpus import Record, digest
 from shardwise.data.tables import is_table
-from shardwise.data.tasks import TASKS, ExampleRows, Task, Tools, column_of, find_label
+from shardwise.data.tasks import TASKS, ExampleRows, Task, Tools, find_label
 from shardwise.errors import ConfigError, LoadError, UnsupportedError, counted, one_line
 from shardwise.parallel.build import model_class_of, read_config
 from shardwise.train.run_config import ModelConfig, TrainConfig
 
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 _MEDIA = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".wav")
+_OTHER_SOUND = (".mp3", ".flac", ".ogg", ".opus", ".m4a", ".aac", ".wma", ".aif", ".aiff")
 
 
 def find_task(config: TrainConfig) -> str:
@@ -37,7 +37,7 @@ def find_task(config: TrainConfig) -> str:
         return config.model.task
     if config.model.allow_missing:  # a head that is trained on a body
         return "causal-lm"
-    model_config = read_config(config.model.path or config.model.config or {}, {})[0]
+    model_config = read_model_config(config, None)
     chosen = model_class_of(model_config)
     for name, task in TASKS.items():
         known = task.auto_class._model_mapping.get(type(model_config), ())
@@ -59,6 +59,14 @@ def class_of(config: TrainConfig | None, task: str | None = None) -> Any:
     return None if chosen is None else TASKS[chosen].auto_class
 
 
+def read_model_config(config: TrainConfig, tokenizer: Any) -> Any:
+    """Returns the model's transformers config. A new model gets the tokenizer's vocabulary size and special tokens."""
+    source = config.model.path or config.model.config or {}
+    if isinstance(source, dict) and tokenizer is not None:
+        source = {"vocab_size": len(tokenizer), **{name: getattr(tokenizer, name) for name in _SPECIAL}, **source}
+    return read_config(source, {})[0]
+
+
 def adapter_options(config: TrainConfig) -> dict[str, Any]:
     """Returns PEFT's `task_type` of the run's task; where it has none, the head as modules that are trained whole."""
     name = find_task(config)
@@ -66,20 +74,17 @@ def adapter_options(config: TrainConfig) -> dict[str, Any]:
     kind: dict[str, Any] = {"task_type": task.adapter_type} if task.adapter_type else {}
     if name == "causal-lm" or (kind and config.model.task is None):
         return kind
-    model_config = read_config(config.model.path or config.model.config or {}, {})[0]
+    model_config = read_model_config(config, None)
     model = _meta_model(task.auto_class, model_config)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     names = [each for each in _head_of(model, model_config) if each not in tied and each not in tied.values()]
-    poolers = {name[: name.index("pooler") + len("pooler")] for name in names if ".pooler." in name}
-    heads = {name.partition(".")[0] for name in names if ".pooler." not in name and "." in name}
+    poolers = {f"{before}.pooler" for before, pooler, _ in (each.partition(".pooler.") for each in names) if pooler}
+    heads = {each.partition(".")[0] for each in names if ".pooler." not in each and "." in each}
     chosen = sorted(poolers | heads) or None
-    if (
-        chosen is not None and (config.adapter or {}).get("target_modules") == "all-linear"
-    ):  # PEFT would take the head too
+    if chosen is not None and (config.adapter or {}).get("target_modules") == "all-linear":
         linears = [each for each, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-        kind["target_modules"] = [
-            each for each in linears if not f"{each}.".startswith(tuple(f"{head}." for head in chosen))
-        ]
+        of_heads = tuple(f"{head}." for head in chosen)  # which PEFT would adapt too
+        kind["target_modules"] = [each for each in linears if not f"{each}.".startswith(of_heads)]
     return {**kind, "modules_to_save": chosen}
 
 
@@ -100,14 +105,13 @@ def _meta_model(auto_class: Any, model_config: Any) -> Any:
         return auto_class.from_config(copy.deepcopy(model_config))
 
 
-def load_options(config: TrainConfig, model_config: Any) -> dict[str, Any]:
-    """Returns the options of `load` for a new head: what is outside of the body may be missing or of other shapes."""
+def new_head(config: TrainConfig, model_config: Any) -> list[str]:
+    """Returns the parameters of a new head: what is outside of the body may be missing or of other shapes."""
     if config.model.task is None or config.model.path is None:
-        return {}
-    if type(model_config) not in class_of(config)._model_mapping:
-        return {}
-    head = _head_of(_meta_model(class_of(config), model_config), model_config)
-    return {"allow_missing": head, "ignore_mismatched_sizes": head}
+        return []
+    auto_class = class_of(config)
+    is_known = type(model_config) in auto_class._model_mapping
+    return _head_of(_meta_model(auto_class, model_config), model_config) if is_known else []
 
 
 def open_tools(config: TrainConfig, model_config: Any, tokenizer: Any) -> tuple[Tools, Any]:
@@ -115,19 +119,20 @@ def open_tools(config: TrainConfig, model_config: Any, tokenizer: Any) -> tuple[
     name = find_task(config)
     task = TASKS[name]
     places = [place for place in (config.model.tokenizer, config.model.path) if place is not None]
-    images = _load(transformers.AutoImageProcessor, places) if "images" in task.needs else None
-    audio = _load(transformers.AutoFeatureExtractor, places) if "audio" in task.needs else None
-    processor = _load(transformers.AutoProcessor, places) if "processor" in task.needs else None
-    made = [each.to_dict() for each in (images, audio, processor) if each is not None]
+    classes = {
+        "images": transformers.AutoImageProcessor,
+        "audio": transformers.AutoFeatureExtractor,
+        "processor": transformers.AutoProcessor,
+    }
+    made = {need: _load(classes[need], places) for need in task.needs if need in classes}
+    settings = [each.to_dict() for each in made.values()]
     tools = Tools(
         tokenizer=tokenizer,
-        images=images,
-        audio=audio,
-        processor=processor,
+        **made,
         seq_length=min(config.data.seq_length, getattr(model_config, "max_target_positions", None) or 2**30),
         dtype=getattr(torch, config.model.dtype),
-        fingerprint=digest(made, "" if tokenizer is None else tokenizer_digest(tokenizer)),
-        start_token=getattr(model_config, "decoder_start_token_id", None) if "audio" in task.needs else None,
+        fingerprint=digest(settings, "" if tokenizer is None else tokenizer_digest(tokenizer)),
+        start_token=getattr(model_config, "decoder_start_token_id", None) if "audio" in made else None,
     )
     if tools.processor is not None and config.data.chat_template is not None:
         tools.processor.chat_template = tokenizer.chat_template
@@ -165,13 +170,11 @@ def _set_labels(model_config: Any, labels: Sequence[str]) -> None:
     model_config.problem_type = "single_label_classification" if labels else "regression"
 
 
-def _saved_labels(config: TrainConfig) -> dict[str, str]:
-    """Returns id2label of the run's newest checkpoint; empty if there is none."""
-    directory = find_newest(config.checkpoint)
-    if directory is None:
-        return {}
-    path = find_tag(directory, None) / "config.json"
-    return dict(json.loads(path.read_text(encoding="utf-8")).get("id2label") or {}) if path.is_file() else {}
+def _labels_of(record: Record, task: Task) -> list[Any]:
+    value = record.value(task.columns[-1])
+    if value == "":
+        raise LoadError("the label is empty", at=record.place, fix="leave the record out")
+    return value if isinstance(value, list) else [value]
 
 
 def _find_labels(config: TrainConfig, task: Task, model_config: Any) -> tuple[tuple[str, ...], bool]:
@@ -180,31 +183,28 @@ def _find_labels(config: TrainConfig, task: Task, model_config: Any) -> tuple[tu
     They are the model's own, or those of the run's checkpoint, where these have what the data says, else the data's.
     Numbers that are not all whole are no classes, and those for a head of one number.
     """
-    column, found = task.columns[-1], set()
-    for source in sources_of(config.data):
-        for record in read_task_records(source, task)[0]:
-            value = column_of(record, column)
-            if value == "":
-                raise LoadError("the label is empty", at=record.place, fix="leave the record out")
-            found.update(value if isinstance(value, list) else [value])
-    texts = {str(value) for value in found}
-    saved = {int(number): name for number, name in _saved_labels(config).items()}
-    own = tuple(str(name) for _, name in sorted((saved or model_config.id2label or {}).items()))
+    records = (record for source in sources_of(config.data) for record in read_task_records(source, task)[0])
+    texts = {str(label) for record in records for label in _labels_of(record, task)}
+    directory = find_newest(config.checkpoint)
+    saved = None if directory is None else read_config(find_tag(directory, None) / "config.json", {})[0]
+    named = saved or model_config
+    own = tuple(str(name) for _, name in sorted(named.id2label.items()))
     if all(find_label(own, text) is not None for text in texts):
         return own, False
+    is_new, is_whole = config.model.task is not None, all(text.isdecimal() for text in texts)
     if all(_is_number(text) for text in texts):
-        is_whole = all(text.isdecimal() for text in texts)
-        if column == "label" and (not is_whole or (config.model.task is None and len(own) == 1)):
+        if task.columns[-1] == "label" and (not is_whole or (not is_new and len(own) == 1)):
             return (), False
         if not is_whole:
             raise LoadError(f"labels such as {min(texts)} are no classes", fix="number classes from 0, or name them")
-        most = max(map(int, texts))
-        return (own if most < len(own) else tuple(f"LABEL_{number}" for number in range(most + 1))), True
-    if saved or (config.model.path is not None and config.model.task is None and not own[0].startswith("LABEL_")):
+        number = max(len(own), *(int(text) + 1 for text in texts))
+        keeps = number == len(own) and not any(name.isdecimal() for name in own)  # else a run could not resume
+        return (own if keeps else tuple(f"LABEL_{place}" for place in range(number))), True
+    if saved or (config.model.path is not None and not is_new and not own[0].startswith("LABEL_")):
+        where = "in another checkpoint.dir" if saved else "with model.task"
         raise ConfigError(
             f"the data's labels are {', '.join(sorted(texts)[:12])}, and the model's {', '.join(own[:12])}",
-            fix="write the model's labels or their numbers, or train a new head "
-            + ("in another checkpoint.dir" if saved else "with model.task"),
+            fix=f"write the model's labels or their numbers, or train a new head {where}",
         )
     return tuple(sorted(texts)), False
 
@@ -220,13 +220,16 @@ def read_task_records(source: SourceConfig, task: Task) -> tuple[list[Record], s
     """Returns the records of a source, and their fingerprint. A directory of images or sound without a table has one
     below it for each label.
     """
-    path = Path(source.path) if source.path is not None else None
     medium = next((column for column in task.columns if column in ("image", "audio")), None)
-    if path is not None and path.is_dir() and medium is not None and source.include is None:
+    path = Path(source.path or "")
+    if source.path is not None and path.is_dir() and medium is not None and source.include is None:
         has_table = any(is_table(file) and file.suffix != ".json" for file in path.rglob("*"))
-        found = [] if has_table else sorted(file for file in path.glob("*/*") if file.suffix.lower() in _MEDIA)
-        files = [file for file in found if not (file.name.startswith(".") or file.parent.name.startswith("."))]
-        if files:
+        found = [] if has_table else sorted(path.glob("[!.]*/[!.]*"))
+        unread = [str(file) for file in found if medium == "audio" and file.suffix.lower() in _OTHER_SOUND]
+        if unread:
+            what = f"{counted(len(unread), 'sound file')} of {path} cannot be read: {', '.join(unread[:5])}"
+            raise LoadError(what, fix="convert them to .wav with 16 bits, or move them elsewhere")
+        if files := [file for file in found if file.suffix.lower() in _MEDIA]:
             names = [(str(file.relative_to(path)), file.stat().st_size) for file in files]
             values = [{medium: name, task.columns[-1]: Path(name).parts[0]} for name, _ in names]
             records = [Record(str(file), each, directory=path) for file, each in zip(files, values, strict=True)]
@@ -246,11 +249,9 @@ def example_rows(sources: Sequence[SourceConfig], task: Task, tools: Tools) -> E
         fingerprints.append((fingerprint, weight, source.columns))
     if task.metrics == "classes":  # a label that the model does not know would end the run when its row comes
         for record in records:
-            value = column_of(record, task.columns[-1])
-            for label in value if isinstance(value, list) else [value]:
+            for label in _labels_of(record, task):
                 tools.label(record, label)
-    padding = getattr(tools.tokenizer, "pad_token_id", None)
-    paddings = {"input_ids": 0 if padding is None else padding}
+    paddings = {"input_ids": getattr(tools.tokenizer, "pad_token_id", None) or 0}
     assert task.encode is not None, "text is kept in documents"
     return ExampleRows(records, task.encode, tools, fingerprint=repr(fingerprints), paddings=paddings)
 

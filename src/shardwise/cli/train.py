@@ -2,14 +2,12 @@
 
 import argparse
 import os
-import sys
-from pathlib import Path
 
-from shardwise.cli.check import check_run
-from shardwise.cli.config_file import config_error, read_config
+from shardwise.cli.check import check_run, warn_of_crossing
+from shardwise.cli.config_file import add_run, config_error, read_config
 from shardwise.cli.launch import SECONDS_TO_SHUT_DOWN, launch, prepare, run_as_rank
 from shardwise.errors import ConfigError
-from shardwise.topology.shape import MeshShape, describe_crossing
+from shardwise.topology.shape import MeshShape
 from shardwise.train.run_config import TrainConfig
 
 SECONDS_TO_SAVE = 600  # how long ranks may take to save after a signal; a second signal ends them at once
@@ -43,21 +41,9 @@ To fine-tune with LoRA on conversations (the loss is computed on the assistant's
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `shardwise train`."""
-    parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help="the run; its keys are listed below")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=None,  # else argparse calls them required
-        metavar="key=value",
-        help="keys that override the file's, such as data.seq_length=256",
-    )
-    parser.add_argument(
-        "--max-restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="restart all ranks from the newest checkpoint after a failure, at most N times",
-    )
+    add_run(parser)
+    about = "restart all ranks from the newest checkpoint after a failure, at most N times"
+    parser.add_argument("--max-restarts", type=int, default=0, metavar="N", help=about)
     parser.add_argument("--nproc", type=int, metavar="N", help="number of ranks (default: what the layout needs)")
 
 
@@ -74,9 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     if num_ranks == 1 and not arguments.max_restarts:
         _train(config)
         return 0
-    words = ["train", str(arguments.config), *arguments.overrides, *(["--traceback"] if arguments.traceback else [])]
     return launch(
-        words,
+        arguments.words,
         num_ranks=num_ranks,
         show_traceback=arguments.traceback,
         max_restarts=arguments.max_restarts,
@@ -97,16 +82,9 @@ def _read(arguments: argparse.Namespace) -> TrainConfig:
     return config
 
 
-def _warn_of_crossing(config: TrainConfig) -> None:
-    ranks_per_machine = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
-    if ranks_per_machine and os.environ.get("RANK") == "0":
-        warning = describe_crossing(MeshShape.parse(config.layout), ranks_per_machine)
-        if warning is not None:
-            print(f"warning: {warning}", file=sys.stderr)
-
-
 def _train(config: TrainConfig) -> None:
-    _warn_of_crossing(config)
+    if (ranks_per_machine := int(os.environ.get("LOCAL_WORLD_SIZE") or 0)) and os.environ.get("RANK") == "0":
+        warn_of_crossing(config, ranks_per_machine)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # unset, it warns about forks
     from shardwise.cli.training import train  # torch and transformers are slow to import
 

@@ -7,7 +7,6 @@ import math
 import random
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +18,27 @@ from torch import Tensor
 
 from shardwise.api.checkpoints import export_pretrained
 from shardwise.checkpoint.export import export_bytes
+from shardwise.checkpoint.stored import StoredParts
 from shardwise.cli.config_file import config_error, dump_config, flat_config
 from shardwise.cli.data import load_tokenizer, prepare_rows
 from shardwise.cli.inputs import check_outputs, check_place, export_mode, find_callback, read_data_state
 from shardwise.cli.logs import JsonlLog, Screen, TensorBoardLog, TrackerLog, close_reporter
 from shardwise.cli.metrics import ExampleMetrics, check_metrics
-from shardwise.cli.models import build_model, find_run_apart, make_optimizer, read_model_config, spec_of
+from shardwise.cli.models import build_model, find_run_apart, make_optimizer, spec_of
 from shardwise.cli.run_checkpoints import BestStep, RunCheckpoints, describe_run, find_saved_run, open_newest
-from shardwise.cli.tasks import example_rows, find_task, open_tools
+from shardwise.cli.tasks import example_rows, find_task, open_tools, read_model_config
 from shardwise.comm.agree import agree_on, gather_from_all, raise_on_all_ranks
 from shardwise.comm.collectives import all_gather_objects
 from shardwise.data.ahead import PackedBatches, PrefetchLoader
 from shardwise.data.batch import counts_rows
 from shardwise.data.config import DataConfig, held_out, sources_of
 from shardwise.data.rows import DocumentMasking, Rows
-from shardwise.data.tasks import TASKS, ExampleRows, Task, Tools
+from shardwise.data.tasks import TASKS, ExampleRows, Tools
 from shardwise.errors import ConfigError, LoadError, counted
 from shardwise.mesh import Mesh
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.parameters.registry import find_parameters, local_part, registry_of
 from shardwise.pipeline.runner import runner_of
-from shardwise.plan.options import ParallelSpec
 from shardwise.runtime.adapter_facts import find_model
 from shardwise.schedule.timeline import chrome_trace, draw_svg
 from shardwise.train.loop import (
@@ -53,7 +52,7 @@ from shardwise.train.loop import (
 )
 from shardwise.train.run_config import LogConfig, TrainConfig, check_config, num_microbatches_of
 from shardwise.train.step import StepResult, TrainStep
-from shardwise.weights.staging import atomic_file
+from shardwise.weights.staging import write_text
 
 
 def train(config: TrainConfig) -> StepRecord | None:
@@ -63,21 +62,14 @@ def train(config: TrainConfig) -> StepRecord | None:
         with raise_on_all_ranks(mesh.group(), "checking the directories to write to"):
             if mesh.rank == 0 and (problems := check_outputs(config)):
                 raise config_error("the configuration", problems)
-        run = _read(config, mesh)
+        run = _Run(config, mesh)
         batches = run.open_batches()
         settings = describe_run(config, run.model_config, batches)
         saved = find_saved_run(config.checkpoint, mesh, settings, run.console, batches=batches)
         if saved is None and config.data.state is not None:
             batches.load_state_dict(read_data_state(config.data.state))
         rows_before = batches.num_batches_read * config.batch_size  # by the run of data.state
-        model = build_model(
-            config,
-            mesh,
-            run.model_config,
-            run.spec,
-            num_tokens=None if run.tokenizer is None else len(run.tokenizer),
-            checkpoint=None if saved is None else saved.stored,
-        ).train()
+        model = run.build_model(None if saved is None else saved.stored).train()
         seed = config.seed + mesh.data_rank  # of dropout and masks: ranks with the same rows draw the same
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
@@ -88,7 +80,7 @@ def train(config: TrainConfig) -> StepRecord | None:
             rows_before = saved.extra.get("rows_before", 0) if batches.num_batches_read else 0
         if config.epochs is not None:
             config = count_steps(config, batches, num_done=num_done, rows_before=rows_before)
-            run = dataclasses.replace(run, config=config)
+            run.config = config
         ahead = PrefetchLoader(batches, mesh.device)
         parts = run.build_components(model, optimizer, ahead, num_done=num_done)
         with raise_on_all_ranks(mesh.group(), "opening the logs"):
@@ -129,17 +121,14 @@ def evaluate(config: TrainConfig) -> dict[str, float]:
     one, else that of `model.path`.
     """
     with Mesh.open(config.layout, device=config.device, timeout_seconds=config.timeout_seconds) as mesh:
-        run = _read(config, mesh)
+        run = _Run(config, mesh)
         stored = open_newest(config.checkpoint, mesh)
-        num_tokens = None if run.tokenizer is None else len(run.tokenizer)
-        model = build_model(config, mesh, run.model_config, run.spec, num_tokens=num_tokens, checkpoint=stored)
-        found = run.open_evaluation(model)()
+        found = run.open_evaluation(run.build_model(stored))()
         where = config.model.path if stored is None else stored.directory
         run.console.print(f"{where}: {'  '.join(f'{name} {value:,.4f}' for name, value in found.items())}")
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Run:
     """What a rank reads before it builds the model.
 
@@ -150,14 +139,26 @@ class _Run:
         spec: options of the run on this rank's device.
     """
 
-    config: TrainConfig
-    mesh: Mesh
-    console: Console
-    task: Task
-    tokenizer: Any
-    tools: Tools | None
-    model_config: Any
-    spec: ParallelSpec
+    def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
+        if mesh.rank != 0:
+            transformers.logging.set_verbosity_error()
+            transformers.logging.disable_progress_bar()
+        self.config, self.mesh, self.spec = config, mesh, spec_of(config, mesh.device)
+        self.console = Console(quiet=mesh.rank != 0, highlight=False, soft_wrap=True)
+        self.task = TASKS[find_task(config)]
+        self.tokenizer = load_tokenizer(config) if "tokenizer" in self.task.needs else None
+        self.model_config: Any = read_model_config(config, self.tokenizer)
+        self.tools: Tools | None = None
+        if self.task.encode is not None:
+            self.tools, self.model_config = open_tools(config, self.model_config, self.tokenizer)
+        check_metrics(config, self.task, self.tools)
+
+    def build_model(self, checkpoint: StoredParts | None) -> torch.nn.Module:
+        """Returns the split model; see `build_model`."""
+        num_tokens = None if self.tokenizer is None else len(self.tokenizer)
+        return build_model(
+            self.config, self.mesh, self.model_config, self.spec, num_tokens=num_tokens, checkpoint=checkpoint
+        )
 
     def open_batches(self) -> PackedBatches:
         """Returns this rank's batches of training rows."""
@@ -173,45 +174,35 @@ class _Run:
     def read_rows(self, data: DataConfig) -> Rows:
         """Returns the rows of `data`.
 
-        Communicates: how documents in a row are separated, from rank 0 to all; what `prepare_rows` does.
+        Communicates: of text how documents in a row are separated, from rank 0 to all, and what `prepare_rows` does;
+        like `agree_on`.
         """
+        group = self.mesh.group()
         if self.tools is not None:
-            return self.read_examples(data, self.tools)
+            open_rows: Callable[[], Rows] = functools.partial(example_rows, sources_of(data), self.task, self.tools)
+        else:
+            apart = gather_from_all(group, "finding how documents in a row are separated", lambda: self._apart(data))[0]
+            assert apart is not None, "rank 0 has found it"
+            precision, masks = self.spec.precision, self.task is TASKS["masked-lm"]
+            dtype = getattr(torch, precision.compute) if precision is not None else torch.float32
+            open_rows = prepare_rows(
+                self.config, data, self.tokenizer, self.console, apart=apart, dtype=dtype, masks=masks
+            )
 
-        def find() -> DocumentMasking | None:
-            if self.mesh.rank != 0:
-                return None
-            return find_run_apart(data, self.model_config, self.task.auto_class)
-
-        group, precision = self.mesh.group(), self.spec.precision
-        apart = gather_from_all(group, "finding how documents in a row are separated", find)[0]
-        assert apart is not None, "rank 0 has found it"
-        dtype = getattr(torch, precision.compute) if precision is not None else torch.float32
-        return prepare_rows(
-            self.config,
-            data,
-            self.tokenizer,
-            self.console,
-            group=group,
-            apart=apart,
-            dtype=dtype,
-            masks=self.task is TASKS["masked-lm"],
-        )
-
-    def read_examples(self, data: DataConfig, tools: Tools) -> Rows:
-        """Returns the rows of a task whose examples are encoded when they are read."""
-
-        def read() -> tuple[ExampleRows, dict[str, str]]:
-            rows = example_rows(sources_of(data), self.task, tools)
+        def read() -> tuple[Rows, dict[str, str]]:
+            rows = open_rows()
             return rows, {f"the {key} of the rows": str(value) for key, value in rows.identity().items()}
 
         return agree_on(
-            self.mesh.group(),
+            group,
             read,
             doing="reading the data",
             what="the ranks read different data",
-            fix="give every machine the same files, or a directory that all of them share",
+            fix="give every machine the same files, tokenizer and versions, or a directory that all of them share",
         )
+
+    def _apart(self, data: DataConfig) -> DocumentMasking | None:
+        return None if self.mesh.rank else find_run_apart(data, self.model_config, self.task.auto_class)
 
     def open_evaluation(self, model: torch.nn.Module) -> Callable[[], dict[str, float]]:
         """Returns a function that measures the model on the held-out data; see `build_evaluation`."""
@@ -231,9 +222,9 @@ class _Run:
             counts_rows=is_whole,
         )
         observer = None
-        if self.tools is not None and self.task.metrics:
+        if self.tools is not None and isinstance(rows, ExampleRows) and self.task.metrics:
             limit = config.evaluation.max_new_tokens
-            observer = ExampleMetrics(self.task, self.tools, model, mesh, max_new_tokens=limit)
+            observer = ExampleMetrics(self.task, self.tools, model, mesh, max_new_tokens=limit, records=rows.records)
         return build_evaluation(model, mesh, held_out_batches, observer)
 
     def build_components(
@@ -262,14 +253,13 @@ class _Run:
             return []
         directory = Path(config.log.dir)
         reporters: list[Any] = [JsonlLog(directory / "train.jsonl", num_done=num_done)]
-        for name in config.log.to:
-            if name != "tensorboard":
+        for name in config.log.trackers:
+            if name == "tensorboard":
+                reporters.append(TensorBoardLog(directory / name, num_done=num_done))
+            else:
                 reporters.append(TrackerLog(name, config, flat_config(config)))
-        if config.log.tensorboard or "tensorboard" in config.log.to:
-            reporters.append(TensorBoardLog(directory / "tensorboard", num_done=num_done))
         reporters += [find_callback(place)() for place in config.log.callbacks]
-        with atomic_file(directory / "config.yaml") as partial:
-            partial.write_text(dump_config(config), encoding="utf-8")
+        write_text(directory / "config.yaml", dump_config(config))
         done = num_done or 0
         reporters.append(
             Screen(self.console, num_steps=config.steps, every=config.log.every, num_done=done, notes=notes)
@@ -315,10 +305,8 @@ class _Run:
                 self.console.print(f"exported to {config.export}")
         finally:
             if self.mesh.rank == 0:
-                with atomic_file(Path(config.log.dir) / "data_state.json") as partial:
-                    partial.write_text(json.dumps(batches.state_dict(), indent=1), encoding="utf-8")
-                with atomic_file(Path(config.log.dir) / "ranks.json") as partial:
-                    partial.write_text(json.dumps({"memory_bytes": memory}), encoding="utf-8")
+                write_text(Path(config.log.dir) / "data_state.json", json.dumps(batches.state_dict(), indent=1))
+                write_text(Path(config.log.dir) / "ranks.json", json.dumps({"memory_bytes": memory}))
 
     def export(self, model: torch.nn.Module, directory: str) -> None:
         """Exports the model to `directory`, or beside the log if that fails, so that no weights are lost."""
@@ -358,30 +346,6 @@ def count_steps(config: TrainConfig, batches: PackedBatches, *, num_done: int, r
     if problems := check_config(config):
         raise config_error(f"the configuration, with {steps} steps,", problems)
     return config
-
-
-def _read(config: TrainConfig, mesh: Mesh) -> _Run:
-    """Reads what a rank needs before it builds the model."""
-    if mesh.rank != 0:
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-    task = TASKS[find_task(config)]
-    check_metrics(config, task, None)
-    tokenizer = load_tokenizer(config) if "tokenizer" in task.needs else None
-    model_config, tools = read_model_config(config, tokenizer), None
-    if task.encode is not None:
-        tools, model_config = open_tools(config, model_config, tokenizer)
-        check_metrics(config, task, tools)
-    return _Run(
-        config=config,
-        mesh=mesh,
-        console=Console(quiet=mesh.rank != 0, highlight=False, soft_wrap=True),
-        task=task,
-        tokenizer=tokenizer,
-        tools=tools,
-        model_config=model_config,
-        spec=spec_of(config, mesh.device),
-    )
 
 
 def _with_timeline(

@@ -40,8 +40,7 @@ class PackedBatches:
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        while True:
-            yield next(self)
+        return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
         """The next batch: `input_ids`, `labels` and other inputs of the rows, `batch_size / data_size` rows each."""
@@ -61,16 +60,11 @@ class PackedBatches:
             may_differ: whether the data may be other than that of `state`: then reading begins at the first batch, or,
                 with another batch size alone, behind the rows that were read.
         """
-        here = self._identity()
-        changed = {
-            key: f"{key} was {state.get(key)}, is {value}"
-            for key, value in sorted(here.items())
-            if state.get(key) != value
-        }
+        changed = {key: value for key, value in sorted(self._identity().items()) if state.get(key) != value}
         if changed and not may_differ:
             raise ConfigError(
                 "this run was reading other data",
-                why="; ".join(changed.values()),
+                why="; ".join(f"{key} was {state.get(key)}, is {value}" for key, value in changed.items()),
                 fix="resume with the same data, seq_length, batch_size and seed, or start a new run",
             )
         num_rows = state["num_batches_read"] * state.get("batch_size", self.batch_size)

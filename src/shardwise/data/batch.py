@@ -3,6 +3,7 @@
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,11 +51,8 @@ def divide_media(model: nn.Module, batch: Mapping[str, Any], num_rows: int, num_
     runs: dict[str, list[slice]] = {}
     for medium, own in names.items():
         is_one_per_row = f"{medium}_grid_thw" not in own and all(batch[name].shape[0] == num_rows for name in own)
-        try:
+        with suppress(BatchError) if is_one_per_row else nullcontext():
             runs |= _runs_of(model, batch, medium, own, num_parts)
-        except BatchError:
-            if not is_one_per_row:
-                raise
     return runs
 
 
@@ -255,6 +253,12 @@ def counts_rows(model: Any) -> bool:
     return problem == "regression"
 
 
+def sums_rows(model: Any) -> bool:
+    """Returns whether the loss is a sum over rows: CTC, where the config says so."""
+    reduction = getattr(getattr(model, "config", None), "ctc_loss_reduction", "mean")
+    return getattr(model, "loss_type", None) == "ForCTC" and reduction != "mean"
+
+
 def find_uneven_targets(model: nn.Module, batch: Mapping[str, Any]) -> str | None:
     """Returns the names arguments of the batch with different numbers of targets; None if all numbers are equal.
 
@@ -279,8 +283,7 @@ def check_divides(model: nn.Module, batch: Mapping[str, Any], parts: Sequence[Ma
     if any(isinstance(value, Tensor) and value.is_floating_point() for value in batch.values()):
         for norm in batch_norms(model):  # text alone may pass by those of what sees or hears
             refuse_batch_norm(inner, size, norm)
-    reduction = getattr(getattr(inner, "config", None), "ctc_loss_reduction", "mean")
-    if getattr(inner, "loss_type", None) == "ForCTC" and reduction != "mean":
+    if sums_rows(inner):
         raise UnsupportedError(
             f"{what}, with a loss that is a sum over rows",
             why="a step's loss is the mean over its parts",

@@ -82,9 +82,9 @@ class SourceConfig:
     learn: Literal["all", "last"] = "all"
     """Whether all messages of the assistant are trained on, or the last one of a conversation."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Of tasks other than language models: where a record holds what, such as `{text: sentence, label: stars}`. The
-    names are text (and text_pair) and label; tokens and tags; question, context and answers; image or audio and label;
-    audio and text; messages and images; prompt and response."""
+    """Where a record holds what, such as `{text: sentence, label: stars}`; `text_key` and the other keys say the same.
+    The names are text (and text_pair) and label; tokens and tags; question, context and answers; image or audio and
+    label; audio and text; messages and images, or tools; prompt and response."""
     include: tuple[str, ...] | None = None
     """Which files of a directory are read, as glob patterns below it; by default tables but .json; of `text`
     .txt, .md, .rst, .py, .jsonl and .parquet."""
@@ -152,11 +152,21 @@ def sources_of(data: DataConfig) -> tuple[SourceConfig, ...]:
     return data.sources or (data,)
 
 
+def columns_of(source: SourceConfig) -> dict[str, str]:
+    """Returns the names of a record's fields by the names that we give them."""
+    names = ("text", "prompt", "response", "messages", "tools")
+    return {name: getattr(source, f"{name}_key") for name in names} | source.columns
+
+
 def patterns_of(data: SourceConfig) -> tuple[str, ...]:
     """Returns the file patterns that select the files of a directory."""
     if data.include is not None:
         return data.include
     return TEXT_PATTERNS if data.format == "text" else RECORD_PATTERNS
+
+
+_OF_DATASETS = ("subset", "split", "streamed", "max_records")
+"""The keys that say something of a `dataset`."""
 
 
 def held_out(data: DataConfig, evaluation: EvaluationConfig) -> DataConfig:
@@ -168,30 +178,16 @@ def held_out(data: DataConfig, evaluation: EvaluationConfig) -> DataConfig:
     chosen = evaluation.format or data.format
     rows = "auto" if data.rows == "stream" and chosen != "text" else data.rows
     as_chat = data.as_chat and chosen == "prompt"
-    return replace(
-        data,
-        path=evaluation.path,
-        dataset=None,
-        subset=None,
-        streamed=False,
-        max_records=None,
-        format=chosen,
-        rows=rows,
-        as_chat=as_chat,
-        state=None,
-    )
+    unset = {name: getattr(DataConfig, name) for name in ("dataset", "state", *_OF_DATASETS)}
+    return replace(data, path=evaluation.path, format=chosen, rows=rows, as_chat=as_chat, **unset)
 
 
 _MEANT_FOR = {
-    "text_key": ("text",),
-    "prompt_key": ("prompt",),
-    "response_key": ("prompt",),
-    "as_chat": ("prompt",),
-    "learn": ("chat",),
-    "messages_key": ("chat",),
-    "tools_key": ("chat",),
+    "text": ("text_key",),
+    "prompt": ("prompt_key", "response_key", "as_chat"),
+    "chat": ("learn", "messages_key", "tools_key"),
 }
-"""The formats in which a key says something."""
+"""The keys that say something of one format only."""
 
 
 def check_data(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[Problem]:
@@ -205,7 +201,7 @@ def check_data(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[Probl
         if (source.path is None) == (source.dataset is None):
             given = "neither is given" if source.path is None else "both are given"
             yield Problem(key, f"takes either path (files) or dataset (the datasets library); {given}")
-        for name in ("subset", "split", "streamed", "max_records") if source.dataset is None else ():
+        for name in _OF_DATASETS if source.dataset is None else ():
             if getattr(source, name) != getattr(SourceConfig, name):
                 yield Problem(f"{key}.{name}", f"has an effect only with {key}.dataset")
     for each in fields(EvaluationConfig):
@@ -218,10 +214,11 @@ def _check_rows(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[Prob
     defaults = {each.name: each.default for each in fields(DataConfig)}
     own = {source.format for source in sources_of(data)}
     formats = {*own, *({evaluation.format} if evaluation.format and evaluation.path else ())}
-    for key, meant_for in _MEANT_FOR.items():
-        if not data.sources and getattr(data, key) != defaults[key] and not formats & {*meant_for}:
-            what = f"says something of data.format: {meant_for[0]}; the format is {data.format}"
-            yield Problem(f"data.{key}", what)
+    for meant_for, keys in _MEANT_FOR.items():
+        for key in keys if not data.sources and meant_for not in formats else ():
+            if getattr(data, key) != defaults[key]:
+                what = f"says something of data.format: {meant_for}; the format is {data.format}"
+                yield Problem(f"data.{key}", what)
     if data.rows == "stream" and own != {"text"}:
         what = f"is stream with data.format: {max(own - {'text'})}, whose documents keep to themselves"
         yield Problem("data.rows", what, "use packed or padded")

@@ -1,14 +1,15 @@
-"""Text for training: finds files and data sets, and reads them piece by piece."""
+"""Texts and records for training: finds files, and reads them and data sets piece by piece."""
 
 import hashlib
+import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from shardwise.data.tables import is_table, read_table
-from shardwise.errors import ConfigError, LoadError, did_you_mean
+from shardwise.data.tables import TABLES, is_table, read_table
+from shardwise.errors import ConfigError, LoadError, as_error, did_you_mean
 from shardwise.weights.staging import disk_errors
 
 PIECE_CHARS = 1 << 20  # larger text files are encoded in pieces of about this size, cut at line ends
@@ -76,48 +77,97 @@ def find_files(path: Path, include: Sequence[str]) -> tuple[Path, ...]:
     return tuple(files)
 
 
+@dataclass(frozen=True)
+class Record:
+    """One record of a table or a data set: its place and its fields by name.
+
+    Attributes:
+        place: file and line, or the row of a data set, for messages.
+        columns: names of its fields by the names that we give them, where they differ.
+        directory: against which relative paths in its fields are resolved.
+    """
+
+    place: str
+    values: Mapping[str, Any]
+    columns: Mapping[str, str] = field(default_factory=dict)
+    directory: Path = Path()
+
+    def name(self, column: str) -> str:
+        """Returns the name of a field."""
+        return self.columns.get(column, column)
+
+    def get(self, column: str) -> Any:
+        """Returns what the record holds in a column; None if it holds nothing there."""
+        return self.values.get(self.name(column))
+
+    def value(self, column: str) -> Any:
+        """Returns what the record holds in a column. Raises `LoadError` if it holds nothing there."""
+        if (value := self.get(column)) is not None:
+            return value
+        name, names = self.name(column), [str(name) for name in self.values]
+        is_null = name in self.values
+        raise LoadError(
+            f"{name!r} holds nothing" if is_null else f"there is no key {name!r}{did_you_mean(name, names)}",
+            at=self.place,
+            why=f"the keys are {', '.join(names)}",
+            fix=f"name the key that holds it: data.columns={{{column}: ...}}; "
+            "all records of a data set have one data.format",
+        )
+
+    def text(self, column: str) -> str:
+        """Returns the text in a column. Raises `LoadError` if it holds something else."""
+        value = self.value(column)
+        if isinstance(value, str):
+            return value
+        fix = "lists of messages are read with data.format: chat" if isinstance(value, list) else None
+        raise LoadError(f"{self.name(column)!r} holds {type(value).__name__}, not text", at=self.place, fix=fix)
+
+
 def file_source(files: Sequence[Path], *, text_key: str = "text") -> DataSource[str | None]:
-    """Builds the source of the text in `files`: a text file is one document, a record of a table is one document.
+    """Builds the source of the text in `files`: a text file is one document, a record of a table is one document."""
+
+    def documents(file: Path) -> Iterator[str | None]:
+        if not is_table(file):
+            return _blocks(file)
+        return itertools.chain.from_iterable(_text_of(_record(*each), text_key) for each in read_table(file))
+
+    return _read_files(files, documents, "files", text_key)
+
+
+def file_records(files: Sequence[Path]) -> DataSource[Record]:
+    """Builds the source of the records of tables."""
+    for file in files:
+        if not is_table(file):
+            raise LoadError(
+                f"{file} is no table",
+                why=f"prompts and messages are read from {', '.join(TABLES)}",
+                fix="write one JSON object a line to a .jsonl file, or leave the file out with data.include",
+            )
+    return _read_files(files, lambda file: itertools.starmap(_record, read_table(file)), "records")
+
+
+def _read_files(files: Sequence[Path], read_file: Callable[[Path], Iterator[Item]], *about: str) -> DataSource[Item]:
+    """Builds the source of the items of UTF-8 files, one file after the other; its size is in bytes.
 
     The fingerprint is made of names, sizes and times, because reading every byte would take minutes for large text. A
     file's ctime changes even if its modification time is set back.
-    """
-
-    def documents(file: Path) -> Iterator[str | None]:
-        return _column(file, text_key) if is_table(file) else _blocks(file)
-
-    size, times, read = read_files(files, documents)
-    return DataSource(fingerprint=digest("files", text_key, times), size=size, read=read)
-
-
-def read_files(
-    files: Sequence[Path], read_file: Callable[[Path], Iterator[Item]]
-) -> tuple[int, list[tuple[str, int, int, int]], Callable[[Callable[[int], None]], Iterator[Item]]]:
-    """Prepares to read files one after the other.
-
-    Args:
-        files: UTF-8 files, in this order.
-
-    Returns:
-        Their total size in bytes; name, size and times of each file; and a function that yields all items, calls its
-            argument with the bytes read so far, and raises `LoadError` if a file cannot be read.
     """
     stats = [(str(file.resolve()), file.stat()) for file in files]
 
     def read(on_progress: Callable[[int], None]) -> Iterator[Item]:
         done = 0
         for file, (_, stat) in zip(files, stats, strict=True):
-            try:
-                with disk_errors(f"cannot read {file}"):
-                    yield from read_file(file)
-            except UnicodeDecodeError as error:
-                fix = "convert it (iconv -f ... -t UTF-8), or leave it out with data.include"
-                raise LoadError(f"{file} is not UTF-8 text", why=str(error), fix=fix) from error
+            fix = "convert it (iconv -f ... -t UTF-8), or leave it out with data.include"
+            with (
+                disk_errors(f"cannot read {file}"),
+                as_error(LoadError, f"{file} is not UTF-8 text", UnicodeDecodeError, fix=fix),
+            ):
+                yield from read_file(file)
             done += stat.st_size
             on_progress(done)
 
     times = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]
-    return sum(stat.st_size for _, stat in stats), times, read
+    return DataSource(fingerprint=digest(*about, times), size=sum(stat.st_size for _, stat in stats), read=read)
 
 
 def _blocks(file: Path) -> Iterator[str | None]:
@@ -130,20 +180,26 @@ def _blocks(file: Path) -> Iterator[str | None]:
         yield from ends
 
 
-def _column(file: Path, text_key: str) -> Iterator[str | None]:
-    for place, document in read_table(file):
-        yield from _text_of(document, text_key, place)
+def dataset_records(rows: Iterable[Any], *, size: int, fingerprint: str) -> DataSource[Record]:
+    """Builds the source of the rows of one split of a `datasets` data set."""
 
-
-def dataset_source(rows: Any, *, text_key: str, size: int, fingerprint: str) -> DataSource[str | None]:
-    """Returns the rows of one split of a `datasets` data set, one document each; see `DataSource`."""
-
-    def read(on_progress: Callable[[int], None]) -> Iterator[str | None]:
+    def read(on_progress: Callable[[int], None]) -> Iterator[Record]:
         for number, row in enumerate(rows):
-            yield from _text_of(row, text_key, f"row {number}")
+            yield _record(f"row {number}", row)
             on_progress(number + 1)
 
-    return DataSource(fingerprint=digest("dataset", text_key, fingerprint), size=size, read=read)
+    return DataSource(fingerprint=digest("dataset", fingerprint), size=size, read=read)
+
+
+def dataset_source(*, text_key: str, **dataset: Any) -> DataSource[str | None]:
+    """Builds the source of the texts of a data set, one document each; see `dataset_records`."""
+    records = dataset_records(**dataset)
+
+    def read(on_progress: Callable[[int], None]) -> Iterator[str | None]:
+        for record in records.read(on_progress):
+            yield from _text_of(record, text_key)
+
+    return DataSource(fingerprint=digest(text_key, records.fingerprint), size=records.size, read=read)
 
 
 def text_batches(texts: Iterator[str | None]) -> Iterator[list[str | None]]:
@@ -159,26 +215,28 @@ def text_batches(texts: Iterator[str | None]) -> Iterator[list[str | None]]:
     yield batch
 
 
-def _text_of(document: object, key: str, place: str) -> tuple[str | None, ...]:
-    """Returns the document as pieces of text."""
-    if not isinstance(document, Mapping):
+def _record(place: str, value: Any) -> Record:
+    if not isinstance(value, Mapping):
         raise LoadError(
-            f"expected an object with the key {key!r}, found {type(document).__name__}",
+            f"expected an object with keys, found {type(value).__name__}",
             at=place,
-            fix='a line looks like {"text": "..."}',
+            fix='a line looks like {"text": "..."}, {"prompt": "...", "response": "..."} or {"messages": [...]}',
         )
-    if key not in document:
-        texts = [name for name, value in document.items() if isinstance(value, str)]
+    return Record(place, value)
+
+
+def _text_of(record: Record, key: str) -> tuple[str | None, ...]:
+    """Returns the document as pieces of text."""
+    if key not in record.values:
+        texts = [name for name, value in record.values.items() if isinstance(value, str)]
         fix = "prompts with responses and lists of messages are read with data.format: prompt, or chat"
         raise ConfigError(
-            f"data.text_key is {key!r}, which is not there{did_you_mean(key, map(str, document))}",
-            at=place,
-            why=f"the keys are {', '.join(map(str, document))}",
+            f"data.text_key is {key!r}, which is not there{did_you_mean(key, map(str, record.values))}",
+            at=record.place,
+            why=f"the keys are {', '.join(map(str, record.values))}",
             fix=f"name the key that holds the text, such as data.text_key={texts[0]}" if len(texts) == 1 else fix,
         )
-    text = document[key]
-    if not isinstance(text, str):
-        raise LoadError(f"{key!r} holds {type(text).__name__}, not text", at=place)
+    text = record.text(key)
     return (text, None) if text else ()
 
 

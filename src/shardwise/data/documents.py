@@ -10,16 +10,15 @@ is a digest of everything that determines its content.
 import struct
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.data.corpus import DataSource, Encoder, digest, read_files, text_batches
-from shardwise.data.tables import TABLES, is_table, read_table
+from shardwise.data.corpus import DataSource, Encoder, digest, text_batches
 from shardwise.errors import LoadError
 from shardwise.weights.staging import atomic_file, disk_errors
 
@@ -146,57 +145,3 @@ def read_documents(path: Path, *, verify: bool = False) -> Documents:
     if verify and zlib.crc32(index.data, zlib.crc32(tokens.data)) != checksum:
         raise LoadError(f"{path} is damaged", why="its checksum is another", fix=fix)
     return Documents(tokens, index["end"], index["first_target"], checksum)
-
-
-@dataclass(frozen=True)
-class Record:
-    """One record of a table or a data set: its place and its fields by name.
-
-    Attributes:
-        place: file and line, or the row of a data set, for messages.
-        columns: names of its fields by the names that a task gives them, where they differ.
-        directory: against which relative paths in its fields are resolved.
-    """
-
-    place: str
-    values: Mapping[str, Any]
-    columns: Mapping[str, str] = field(default_factory=dict)
-    directory: Path = Path()
-
-
-def file_records(files: Sequence[Path]) -> DataSource[Record]:
-    """Returns the records of tables, one object each."""
-    for file in files:
-        if not is_table(file):
-            raise LoadError(
-                f"{file} is no table",
-                why=f"prompts and messages are read from {', '.join(TABLES)}",
-                fix="write one JSON object a line to a .jsonl file, or leave the file out with data.include",
-            )
-
-    def records(file: Path) -> Iterator[Record]:
-        return (_record(value, place) for place, value in read_table(file))
-
-    size, times, read = read_files(files, records)
-    return DataSource(fingerprint=digest("records", times), size=size, read=read)
-
-
-def dataset_records(rows: Any, *, size: int, fingerprint: str) -> DataSource[Record]:
-    """Returns the rows of one split of a `datasets` data set; see `DataSource`."""
-
-    def read(on_progress: Callable[[int], None]) -> Iterator[Record]:
-        for number, row in enumerate(rows):
-            yield _record(row, f"row {number}")
-            on_progress(number + 1)
-
-    return DataSource(fingerprint=digest("dataset records", fingerprint), size=size, read=read)
-
-
-def _record(value: Any, place: str) -> Record:
-    if not isinstance(value, Mapping):
-        raise LoadError(
-            f"expected an object with keys, found {type(value).__name__}",
-            at=place,
-            fix='a line looks like {"prompt": "...", "response": "..."} or {"messages": [...]}',
-        )
-    return Record(place, value)

@@ -17,13 +17,14 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.data.corpus import digest
-from shardwise.data.documents import Document, Record
+from shardwise.data.corpus import Record, digest
+from shardwise.data.documents import Document
 from shardwise.data.messages import Message, read_messages, read_prompt
 from shardwise.errors import ConfigError, LoadError, ShardwiseError
 
@@ -41,26 +42,20 @@ class ExampleEncoder:
 
 
 def build_example_encoder(
-    tokenizer: Any,
-    *,
-    kind: Literal["prompt", "chat"],
-    keys: Mapping[str, str],
-    as_chat: bool = False,
-    learn: Literal["all", "last"] = "all",
+    tokenizer: Any, *, kind: Literal["prompt", "chat"], as_chat: bool = False, learn: Literal["all", "last"] = "all"
 ) -> ExampleEncoder:
     """Builds the `ExampleEncoder` of a tokenizer.
 
     Args:
         tokenizer: a transformers tokenizer with an end token.
-        keys: names of "prompt" and "response", or "messages" and "tools", in a record.
         as_chat: whether a prompt and its response are messages, written by the chat template.
         learn: whether all messages of the assistant are learned, or the last one alone.
     """
     uses_template = kind == "chat" or as_chat
     if not uses_template:
-        writer = _PlainPrompts(tokenizer, keys)
-        fingerprint = digest("prompt", dict(keys), writer.before, tokenizer.eos_token_id)
-        return ExampleEncoder(encode=writer.encode, fingerprint=fingerprint)
+        before = start_tokens(tokenizer)
+        fingerprint = digest("prompt", before, tokenizer.eos_token_id)
+        return ExampleEncoder(encode=partial(_encode_prompts, tokenizer, before), fingerprint=fingerprint)
     template = getattr(tokenizer, "chat_template", None)
     if not template:
         raise ConfigError(
@@ -74,9 +69,9 @@ def build_example_encoder(
             why="it does not tell which letters a token stands for, so responses cannot be found",
             fix="use a fast tokenizer (tokenizer.json)",
         )
-    conversations = _Conversations(tokenizer, keys, of_prompts=kind == "prompt", learn=learn)
+    conversations = _Conversations(tokenizer, of_prompts=kind == "prompt", learn=learn)
     specials = sorted((name, str(value)) for name, value in tokenizer.special_tokens_map.items())
-    fingerprint = digest("chat", kind, dict(keys), str(template), specials, learn)
+    fingerprint = digest("chat", kind, str(template), specials, learn)
     return ExampleEncoder(
         encode=lambda records: [conversations.encode(record) for record in records], fingerprint=fingerprint
     )
@@ -89,30 +84,28 @@ def encode_examples(records: Iterable[Record], encoder: ExampleEncoder) -> Itera
         yield from encoder.encode(batch)
 
 
-class _PlainPrompts:
-    """Prompt and response, tokenized separately like at inference, where only the prompt is known."""
+def _encode_prompts(tokenizer: Any, before: list[int], records: Sequence[Record]) -> list[Document]:
+    """Returns documents of the tokens `before` a text, the prompt, and as targets the response and the end token.
 
-    def __init__(self, tokenizer: Any, keys: Mapping[str, str]) -> None:
-        self._tokenizer, self._keys, self.before = tokenizer, keys, start_tokens(tokenizer)
+    Prompt and response are tokenized separately like at inference, where only the prompt is known.
+    """
+    texts, found = zip(*map(read_prompt, records), strict=True), []
+    prompts, responses = (encode_texts(tokenizer, each) for each in texts)
+    for record, prompt, response in zip(records, prompts, responses, strict=True):
+        if not response:
+            raise LoadError("the response is empty: it has no tokens", at=record.place)
+        tokens = [*before, *prompt, *response, tokenizer.eos_token_id]
+        is_target = np.arange(len(tokens)) >= len(before) + len(prompt)
+        found.append(Document(np.array(tokens, dtype=np.uint32), is_target))
+    return found
 
-    def encode(self, records: Sequence[Record]) -> list[Document]:
-        """Yields each document: the tokenizer's start tokens, the prompt, and as targets the response and the end
-        token.
-        """
-        prompts, responses = map(list, zip(*(read_prompt(record, self._keys) for record in records), strict=True))
-        found = []
-        for record, prompt, response in zip(records, self._ids(prompts), self._ids(responses), strict=True):
-            if not response:
-                raise LoadError("the response is empty: it has no tokens", at=record.place)
-            before, learned = [*self.before, *prompt], [*response, self._tokenizer.eos_token_id]
-            is_target = np.repeat([False, True], [len(before), len(learned)])
-            found.append(Document(np.array([*before, *learned], dtype=np.uint32), is_target))
-        return found
 
-    def _ids(self, texts: list[str]) -> list[list[int]]:
-        encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        ids: list[list[int]] = encoded["input_ids"]
-        return ids
+def encode_texts(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Returns the token ids of each text, without special tokens."""
+    # verbose: it would warn of texts longer than the model's context, which are cut later.
+    encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+    ids: list[list[int]] = encoded["input_ids"]
+    return ids
 
 
 def start_tokens(tokenizer: Any) -> list[int]:
@@ -124,12 +117,12 @@ def start_tokens(tokenizer: Any) -> list[int]:
 class _Conversations:
     """Messages through the chat template; see [Note: what a conversation teaches]."""
 
-    def __init__(self, tokenizer: Any, keys: Mapping[str, str], *, of_prompts: bool, learn: str) -> None:
-        self._tokenizer, self._keys, self._of_prompts, self._learn = tokenizer, keys, of_prompts, learn
+    def __init__(self, tokenizer: Any, *, of_prompts: bool, learn: str) -> None:
+        self._tokenizer, self._of_prompts, self._learn = tokenizer, of_prompts, learn
 
     def encode(self, record: Record) -> Document:
         """Returns the conversation as a document; the assistant's messages are targets."""
-        (messages, learned), tools = self._messages(record), record.values.get(self._keys.get("tools", ""))
+        (messages, learned), tools = self._messages(record), None if self._of_prompts else record.get("tools")
         if self._learn == "last":
             last = max(place for place, is_learned in enumerate(learned) if is_learned)
             learned = [place == last for place in range(len(messages))]
@@ -146,8 +139,8 @@ class _Conversations:
 
     def _messages(self, record: Record) -> tuple[list[Message], list[bool]]:
         if not self._of_prompts:
-            return read_messages(record, self._keys["messages"], self._keys)
-        prompt, response = read_prompt(record, self._keys)
+            return read_messages(record)
+        prompt, response = read_prompt(record)
         return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}], [False, True]
 
     def _written(self, messages: list[Message], learned: list[bool], tools: Any) -> Document:
@@ -159,7 +152,7 @@ class _Conversations:
             mask = np.array(marked["assistant_masks"], np.bool_)
             return Document(np.array(marked["input_ids"], np.uint32), mask if all(said) else _only_runs(mask, said))
         full, kept = self._spans(messages, learned, tools)
-        encoded = self._tokenizer(full, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        encoded = self._tokens(full)
         is_target = [
             any(start < stop_of and first_of < stop for first_of, stop_of in kept)
             for start, stop in encoded["offset_mapping"]
@@ -225,9 +218,11 @@ class _Conversations:
         shared = next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
         ends = []
         for text in (one, other):
-            offsets = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            ends.append({0, *(stop for _, stop in offsets["offset_mapping"])})
+            ends.append({0, *(stop for _, stop in self._tokens(text)["offset_mapping"])})
         return max(end for end in ends[0] & ends[1] if end <= shared)
+
+    def _tokens(self, text: str) -> Any:
+        return self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
 
     def _text(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, asks: bool = False) -> str:
         text: str = self._tokenizer.apply_chat_template(

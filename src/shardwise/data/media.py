@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.errors import LoadError
+from shardwise.errors import LoadError, as_error
 
 
 def read_image(value: Any, directory: Path) -> Any:
@@ -21,10 +21,8 @@ def read_image(value: Any, directory: Path) -> Any:
         value = io.BytesIO(value)
     elif isinstance(value, str):
         value = directory / value
-    try:
-        return value.convert("RGB") if hasattr(value, "convert") else Image.open(value).convert("RGB")
-    except (OSError, ValueError) as error:
-        raise LoadError(f"cannot read the image {value}", why=str(error)) from error
+    with as_error(LoadError, f"cannot read the image {value}", OSError, ValueError):
+        return (value if hasattr(value, "convert") else Image.open(value)).convert("RGB")
 
 
 def read_sound(value: Any, directory: Path, *, rate: int) -> Any:
@@ -39,13 +37,10 @@ def read_sound(value: Any, directory: Path, *, rate: int) -> Any:
         return np.asarray(value, np.float32)
     else:
         path = directory / str(value["path"] if isinstance(value, Mapping) else value)
-        try:
-            with wave.open(str(path), "rb") as file:
-                own, width, channels = file.getframerate(), file.getsampwidth(), file.getnchannels()
-                raw = file.readframes(file.getnframes())
-        except (OSError, EOFError, wave.Error) as error:
-            fix = "convert it to .wav with 16 bits, or give samples"
-            raise LoadError(f"cannot read the sound {path}", why=str(error), fix=fix) from error
+        what, fix = f"cannot read the sound {path}", "convert it to .wav with 16 bits, or give samples"
+        with as_error(LoadError, what, OSError, EOFError, wave.Error, fix=fix), wave.open(str(path), "rb") as file:
+            own, width, channels = file.getframerate(), file.getsampwidth(), file.getnchannels()
+            raw = file.readframes(file.getnframes())
         if width != 2:
             raise LoadError(f"{path} has {8 * width} bits a sample", fix="convert it to 16 bits")
         found = np.frombuffer(raw, "<i2").astype(np.float32).reshape(-1, channels).mean(1) / 2**15

@@ -3,10 +3,11 @@
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
-from shardwise.data.documents import Record
-from shardwise.errors import LoadError, did_you_mean
+from shardwise.data.corpus import Record
+from shardwise.errors import LoadError
 
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 _ROLES |= {"function_call": "assistant", "observation": "tool", "function": "tool"}
@@ -17,15 +18,16 @@ _LOOKS = 'it looks like [{"role": "user", "content": "..."}, {"role": "assistant
 Message = dict[str, Any]
 
 
-def read_messages(record: Record, key: str, keys: Mapping[str, str]) -> tuple[list[Message], list[bool]]:
+def read_messages(record: Record) -> tuple[list[Message], list[bool]]:
     """Returns the messages of a record with `role` and `content`, and of each whether it may be learned.
 
     Messages of ShareGPT (`conversations` with `from` and `value`) are renamed, content in parts of text is joined, and
     arguments of tool calls that are JSON texts are read. A message of the assistant with `weight: 0`, `train: false`
     or `training: false` is not learned.
     """
-    name = "conversations" if key == "messages" and key not in record.values else key
-    messages = record_value(record, name if name in record.values else key, keys)
+    if record.name("messages") == "messages" not in record.values and "conversations" in record.values:
+        record = replace(record, columns={"messages": "conversations"})
+    messages = record.value("messages")
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise LoadError(f"expected a list of messages, found {messages!r:.40}", at=record.place, fix=_LOOKS)
     read = [_read_message(message, number, record.place) for number, message in enumerate(messages)]
@@ -76,40 +78,16 @@ def _read_arguments(call: Any) -> Any:
     return call
 
 
-def record_value(record: Record, key: str, keys: Mapping[str, str]) -> Any:
-    """Returns a record's value. `keys`: the keys by their names in `data`, such as "prompt"."""
-    if key in record.values:
-        return record.values[key]
-    setting = next(name for name, value in keys.items() if value == key)
-    present = [str(name) for name in record.values]
-    raise LoadError(
-        f"there is no key {key!r}{did_you_mean(key, present)}",
-        at=record.place,
-        why=f"the keys are {', '.join(present)}",
-        fix=f"name the key with data.{setting}_key; all records of a data set have one data.format",
-    )
-
-
-def record_text(record: Record, key: str, keys: Mapping[str, str], *, may_be_empty: bool = True) -> str:
-    """Returns a record's text; raises `LoadError` if the value is something else."""
-    value = record_value(record, key, keys)
-    if not isinstance(value, str):
-        fix = "lists of messages are read with data.format: chat" if isinstance(value, list) else None
-        raise LoadError(f"{key!r} holds {type(value).__name__}, not text", at=record.place, fix=fix)
-    if not may_be_empty and not value.strip():
-        raise LoadError(f"the response is empty: {key!r} holds {value!r}", at=record.place, fix="leave the record out")
-    return value
-
-
-def read_prompt(record: Record, keys: Mapping[str, str]) -> tuple[str, str]:
+def read_prompt(record: Record) -> tuple[str, str]:
     """Returns a record's prompt and response. In a record of Alpaca these are `instruction`, followed by `input` if
     there is one, and `output`.
     """
-    is_alpaca = "instruction" in record.values and "output" in record.values and keys["prompt"] not in record.values
-    if not is_alpaca:
-        prompt = record_text(record, keys["prompt"], keys)
-        return prompt, record_text(record, keys["response"], keys, may_be_empty=False)
-    named = {"prompt": "instruction", "response": "output"}
-    prompt, context = record_text(record, "instruction", named), record.values.get("input") or ""
-    response = record_text(record, "output", named, may_be_empty=False)
+    is_alpaca = record.values.keys() >= {"instruction", "output"} and record.name("prompt") not in record.values
+    if is_alpaca:
+        record = replace(record, columns={"prompt": "instruction", "response": "output"})
+    prompt, response = record.text("prompt"), record.text("response")
+    if not response.strip():
+        what = f"the response is empty: {record.name('response')!r} holds {response!r}"
+        raise LoadError(what, at=record.place, fix="leave the record out")
+    context = record.values.get("input") if is_alpaca else None
     return f"{prompt}\n\n{context}" if context else prompt, response

@@ -12,7 +12,7 @@ import bisect
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -30,53 +30,54 @@ positions that restart, alone or with a mask of four dims."""
 _WIDTH_STEP = 64  # padded rows are rounded up: few widths, little compiled
 
 
-class _Rows:
-    """Base class of rows.
+class Rows:
+    """Rows of a data set, by number.
 
     Attributes:
+        checksum: of what the rows are made of.
         kind: text that must be equal, besides the tokens, when a run is resumed.
     """
 
-    documents: Documents
-    seq_length: int
-    num_tokens: int
     num_rows: int
+    num_tokens: int
+    seq_length: int
+    checksum: int
     kind = ""
 
+    def width(self, batch: Sequence[int]) -> int:
+        """Returns the number of tokens in a row of a global batch."""
+        return self.seq_length
+
+    def read(self, rows: Sequence[int], *, width: int, turn: int = 0) -> dict[str, Tensor]:
+        """Returns rows of batch number `turn` as the model's inputs and labels; of text int64 [len(rows), width]."""
+        raise NotImplementedError
+
     def identity(self) -> dict[str, int]:
-        """Returns the counts, row length, and the checksum of the documents."""
-        numbers = {"num_rows": self.num_rows} if self.kind else {}
-        return {
-            "num_tokens": self.num_tokens,
-            "seq_length": self.seq_length,
-            "checksum": self.documents.checksum,
-            **numbers,
-        }
+        """Returns numbers that tell these rows from others."""
+        counts = {"num_rows": self.num_rows} if self.kind else {}
+        return {"num_tokens": self.num_tokens, "seq_length": self.seq_length, "checksum": self.checksum, **counts}
 
     def describe(self) -> dict[str, Any]:
-        """Returns the checksum, and the kind of rows."""
-        return {"tokens": f"{self.documents.checksum:08x}", **({"rows": self.kind} if self.kind else {})}
+        """Returns as JSON what must be the same when a run goes on."""
+        return {"tokens": f"{self.checksum:08x}", **({"rows": self.kind} if self.kind else {})}
 
     def notes(self) -> str:
         """Says how many documents were cut or dropped."""
         return ""
 
 
-class StreamRows(_Rows):
+class StreamRows(Rows):
     """Concatenated documents cut into rows of `seq_length`, without the last tokens. Every token is a target."""
 
     def __init__(self, documents: Documents, *, seq_length: int) -> None:
         self.documents, self.seq_length, self.num_tokens = documents, seq_length, len(documents.tokens)
+        self.checksum = documents.checksum
         self.num_rows = self.num_tokens // seq_length
         if self.num_rows == 0:
             raise BatchError(
                 f"the data holds {self.num_tokens:,} tokens, fewer than one row of {seq_length:,}",
                 fix="use more text or a smaller data.seq_length",
             )
-
-    def width(self, batch: Sequence[int]) -> int:
-        """Returns the number of tokens in a row of this batch: `seq_length`."""
-        return self.seq_length
 
     def read(self, rows: Sequence[int], *, width: int, turn: int = 0) -> dict[str, Tensor]:
         """Returns `input_ids` and `labels`, which are equal: transformers' causal models shift labels."""
@@ -85,7 +86,7 @@ class StreamRows(_Rows):
         return {"input_ids": input_ids, "labels": input_ids.clone()}
 
 
-class DocumentRows(_Rows):
+class DocumentRows(Rows):
     """Rows of documents that do not attend to each other; see [Note: packed rows].
 
     Args:
@@ -106,7 +107,7 @@ class DocumentRows(_Rows):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.documents, self.seq_length, self.apart = documents, seq_length, apart
-        self._padding, self._dtype = padding, dtype
+        self.checksum, self._padding, self._dtype = documents.checksum, padding, dtype
         self.kind = "padded" if apart.startswith("padded") else "packed"
         ends = documents.ends.astype(np.int64)
         lengths = np.diff(ends, prepend=0)
@@ -159,18 +160,21 @@ class DocumentRows(_Rows):
         return ", ".join(f"{number:,} {what}" for what, number in found.items() if number)
 
 
-class MixedRows:
+class MixedRows(Rows):
     """Rows of several sources.
 
     A source with weight 2 has each of its rows twice; one with weight 0.5 has half of them, drawn once for all.
     """
 
-    def __init__(self, parts: "Sequence[Rows]", weights: Sequence[float]) -> None:
+    kind = "mixed"
+
+    def __init__(self, parts: Sequence[Rows], weights: Sequence[float]) -> None:
         self.parts, self.weights = parts, weights
         self.num_tokens, self.seq_length = sum(part.num_tokens for part in parts), parts[0].seq_length
         numbers = [max(1, round(part.num_rows * weight)) for part, weight in zip(parts, weights, strict=True)]
         self._ends = np.cumsum(numbers).tolist()
         self.num_rows = self._ends[-1]
+        self.checksum = zlib.crc32(repr([part.identity() for part in parts]).encode())
         self._orders = [np.random.default_rng(0).permutation(part.num_rows).astype(np.int32) for part in parts]
 
     def _place(self, row: int) -> tuple[int, int]:
@@ -190,13 +194,6 @@ class MixedRows:
         read = [self.parts[part].read([row], width=width, turn=turn) for part, row in places]
         return {name: torch.cat([each[name] for each in read]) for name in read[0]}
 
-    def identity(self) -> dict[str, int]:
-        """Returns the counts, row length, and the checksum of all documents."""
-        checksum = zlib.crc32(repr([part.identity() for part in self.parts]).encode())
-        return {"num_tokens": self.num_tokens, "seq_length": self.seq_length, "checksum": checksum} | {
-            "num_rows": self.num_rows
-        }
-
     def describe(self) -> dict[str, Any]:
         """Returns what the parts describe, and their weights."""
         return {"sources": [part.describe() for part in self.parts], "weights": list(self.weights)}
@@ -206,35 +203,7 @@ class MixedRows:
         return ", ".join(filter(None, (part.notes() for part in self.parts)))
 
 
-class Rows(Protocol):
-    """Rows of a data set, by number."""
-
-    num_rows: int
-    num_tokens: int
-    seq_length: int
-
-    def width(self, batch: Sequence[int]) -> int:
-        """Returns the number of tokens in a row of a global batch."""
-        ...
-
-    def read(self, rows: Sequence[int], *, width: int, turn: int = 0) -> dict[str, Tensor]:
-        """Returns rows of batch number `turn` as the model's inputs and labels; of text int64 [len(rows), width]."""
-        ...
-
-    def identity(self) -> dict[str, int]:
-        """Returns numbers that tell these rows from others."""
-        ...
-
-    def describe(self) -> dict[str, Any]:
-        """Returns as JSON what must be the same when a run goes on."""
-        ...
-
-    def notes(self) -> str:
-        """Says how many documents were cut or dropped."""
-        ...
-
-
-class MaskedRows:
+class MaskedRows(Rows):
     """Rows of text of which some tokens are masked, and learned (arXiv 1810.04805, section 3.1).
 
     Of the chosen tokens 80 % are replaced by the mask, 10 % by random tokens, and 10 % stay. The choice depends on the
@@ -249,7 +218,7 @@ class MaskedRows:
     def __init__(self, rows: Rows, *, mask: int | None, num_tokens: int, kept: Sequence[int], seed: int) -> None:
         if mask is None:
             raise ConfigError("the tokenizer has no mask token", why="masked language models learn what it stands for")
-        self.rows, self.num_rows = rows, rows.num_rows
+        self.rows, self.num_rows, self.checksum, self.kind = rows, rows.num_rows, rows.checksum, rows.kind
         self.num_tokens, self.seq_length = rows.num_tokens, rows.seq_length
         self._mask, self._num_ids, self._kept, self._seed = mask, num_tokens, list(kept), seed
 
@@ -272,10 +241,6 @@ class MaskedRows:
             ids[place] = np.where(is_chosen & (kinds < 0.8), self._mask, ids[place])
             ids[place] = np.where(is_chosen & (kinds >= 0.9), others, ids[place])
         return {**found, "labels": torch.from_numpy(labels)}
-
-    def identity(self) -> dict[str, int]:
-        """Returns those of the rows."""
-        return self.rows.identity()
 
     def describe(self) -> dict[str, Any]:
         """Returns what the rows describe, and that they are masked."""

@@ -1,12 +1,22 @@
 """Reads files of records: .jsonl, .json, .csv, .tsv and .parquet."""
 
 import csv
+import importlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import ConfigError, LoadError
+from shardwise.errors import ConfigError, LoadError, as_error
+
+
+def import_package(name: str, what: str, *, fix: str) -> Any:
+    """Returns an optional package's module that `what` needs. Raises `ConfigError` if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise ConfigError(f"{what} needs the package {package}, which is not installed", fix=fix) from error
 
 
 def json_lines(file: Path) -> Iterator[tuple[str, Any]]:
@@ -15,25 +25,19 @@ def json_lines(file: Path) -> Iterator[tuple[str, Any]]:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            try:
+            with as_error(LoadError, "a line is not JSON", json.JSONDecodeError, at=f"{file}:{number}"):
                 value = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise LoadError("a line is not JSON", at=f"{file}:{number}", why=str(error)) from error
             yield f"{file}:{number}", value
 
 
 def _json_array(file: Path) -> Iterator[tuple[str, Any]]:
     """Yields the items of an array, which is read whole; a file that holds none is read as lines."""
-    with file.open(encoding="utf-8-sig") as text:
-        first = next((char for line in text for char in line if not char.isspace()), "")
-        if first != "[":
-            yield from json_lines(file)
-            return
-        text.seek(0)
-        try:
-            items = json.loads(text.read().lstrip("\ufeff"))
-        except json.JSONDecodeError as error:
-            raise LoadError("the array is not JSON", at=f"{file}:{error.lineno}", why=str(error)) from error
+    text = file.read_text(encoding="utf-8-sig").lstrip()
+    if not text.startswith("["):
+        yield from json_lines(file)
+        return
+    with as_error(LoadError, "the array is not JSON", json.JSONDecodeError, at=str(file)):
+        items = json.loads(text)
     yield from ((f"{file}, item {number}", item) for number, item in enumerate(items, start=1))
 
 
@@ -51,19 +55,11 @@ def _separated(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        import pyarrow.parquet  # type: ignore[import-not-found, unused-ignore]  # optional
-    except ImportError as error:
-        what = f"{file} needs the package pyarrow, which is not installed"
-        raise ConfigError(what, fix="pip install pyarrow, or convert the file to .jsonl") from error
-    number = 0
-    try:
-        for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{file}, row {number}", row
-    except pyarrow.ArrowException as error:
-        raise LoadError(f"{file} is not Parquet", why=str(error)) from error
+    parquet = import_package("pyarrow.parquet", str(file), fix="pip install pyarrow, or convert the file to .jsonl")
+    with as_error(LoadError, f"{file} is not Parquet", importlib.import_module("pyarrow").ArrowException):
+        batches = parquet.ParquetFile(file).iter_batches()
+        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
+            yield f"{file}, row {number}", row
 
 
 _READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from shardwise.data.batch import IGNORED, is_medium
 from shardwise.data.config import TaskName
-from shardwise.data.corpus import digest
-from shardwise.data.documents import Record
+from shardwise.data.corpus import Record, digest
 from shardwise.data.media import read_image, read_sound
 from shardwise.data.messages import read_messages
-from shardwise.errors import LoadError, ShardwiseError, counted, did_you_mean, one_line
+from shardwise.data.rows import Rows
+from shardwise.errors import LoadError, as_error, counted
 
 Example = dict[str, Any]
 _MULTIPLE = 8  # rows of text are padded to a multiple of this
@@ -50,10 +50,8 @@ class Tools:
     def label(self, record: Record, value: Any) -> int | float:
         """Returns the index of a class by its name or number; a number where there are no classes."""
         if not self.labels:
-            try:
+            with as_error(LoadError, f"the label {value!r} is no number", TypeError, ValueError, at=record.place):
                 return float(value)
-            except (TypeError, ValueError) as error:
-                raise LoadError(f"the label {value!r} is no number", at=record.place) from error
         number = find_label(self.labels, value, is_numbered=self.is_numbered)
         if number is None:
             known = ", ".join(self.labels[:12])
@@ -72,34 +70,21 @@ def find_label(labels: Sequence[str], value: Any, *, is_numbered: bool = False) 
     return labels.index(text) if text in labels else None
 
 
-def column_of(record: Record, column: str) -> Any:
-    """Returns what a record holds in a column of the task. Raises `LoadError` if it holds nothing there."""
-    name = record.columns.get(column, column)
-    if record.values.get(name) is not None:
-        return record.values[name]
-    raise LoadError(
-        f"there is no {name!r}" + ("" if name in record.values else did_you_mean(name, map(str, record.values))),
-        at=record.place,
-        why=f"the columns are {', '.join(map(str, record.values))}",
-        fix=f"name the column that holds it: data.columns={{{column}: ...}}",
-    )
-
-
 def _encode_pair(record: Record, tools: Tools) -> Example:
-    source, target = (str(column_of(record, column)) for column in ("prompt", "response"))
+    source, target = (str(record.value(column)) for column in ("prompt", "response"))
     limits = {"truncation": True, "max_length": tools.seq_length}
     labels = tools.tokenizer(text_target=target, **limits)["input_ids"]
     return {**tools.tokenizer(source, **limits), "labels": labels}
 
 
 def _encode_text(record: Record, tools: Tools) -> Example:
-    text, other = column_of(record, "text"), record.values.get(record.columns.get("text_pair", "text_pair"))
+    text, other = record.value("text"), record.get("text_pair")
     encoded = tools.tokenizer(str(text), other, truncation=True, max_length=tools.seq_length)
-    return {**encoded, "labels": tools.label(record, column_of(record, "label"))}
+    return {**encoded, "labels": tools.label(record, record.value("label"))}
 
 
 def _encode_words(record: Record, tools: Tools) -> Example:
-    words, tags = column_of(record, "tokens"), column_of(record, "tags")
+    words, tags = record.value("tokens"), record.value("tags")
     if len(words) != len(tags):
         raise LoadError(f"{len(words)} tokens with {len(tags)} tags", at=record.place)
     encoded = tools.tokenizer(words, is_split_into_words=True, truncation=True, max_length=tools.seq_length)
@@ -113,39 +98,43 @@ def _encode_words(record: Record, tools: Tools) -> Example:
 
 
 def _encode_question(record: Record, tools: Tools) -> Example:
-    """Like transformers' own script: an answer beyond the row is at the first token."""
-    question, context = (str(column_of(record, column)) for column in ("question", "context"))
-    answers = column_of(record, "answers")
+    encoded, spans = encode_answers(record, tools)
+    return {**encoded, "start_positions": spans[0][0], "end_positions": spans[0][1]}
+
+
+def encode_answers(record: Record, tools: Tools) -> tuple[Any, list[tuple[int, int]]]:
+    """Returns the inputs of a question, and the first and the last token of each answer. Like in transformers' own
+    script an answer beyond the row, or none, is at the first token.
+    """
+    question, context, answers = str(record.value("question")), str(record.value("context")), record.value("answers")
     encoded = tools.tokenizer(
         question, context, truncation="only_second", max_length=tools.seq_length, return_offsets_mapping=True
     )
-    offsets, parts = encoded.pop("offset_mapping"), encoded.sequence_ids()
-    start = end = 0
-    if answers["text"]:
-        first = answers["answer_start"][0]
-        last = first + len(answers["text"][0])
+    offsets, parts, spans = encoded.pop("offset_mapping"), encoded.sequence_ids(), []
+    for first, text in zip(answers["answer_start"], answers["text"], strict=True):
+        last = first + len(text)
         inside = [
             place
             for place, (part, (begin, stop)) in enumerate(zip(parts, offsets, strict=True))
             if part == 1 and begin < last and stop > first
         ]
-        if inside and offsets[inside[0]][0] <= first and offsets[inside[-1]][1] >= last:
-            start, end = inside[0], inside[-1]
-    return {**encoded, "start_positions": start, "end_positions": end}
+        is_whole = inside and offsets[inside[0]][0] <= first and offsets[inside[-1]][1] >= last
+        spans.append((inside[0], inside[-1]) if is_whole else (0, 0))
+    return encoded, spans or [(0, 0)]
 
 
 def _encode_image(record: Record, tools: Tools) -> Example:
-    image = read_image(column_of(record, "image"), record.directory)
+    image = read_image(record.value("image"), record.directory)
     pixels = tools.images(image, return_tensors="np")["pixel_values"][0]
-    return {"pixel_values": pixels, "labels": tools.label(record, column_of(record, "label"))}
+    return {"pixel_values": pixels, "labels": tools.label(record, record.value("label"))}
 
 
 def _encode_sound(record: Record, tools: Tools) -> Example:
-    return {**_hear(record, tools), "labels": tools.label(record, column_of(record, "label"))}
+    return {**_hear(record, tools), "labels": tools.label(record, record.value("label"))}
 
 
 def _encode_speech(record: Record, tools: Tools) -> Example:
-    text = str(column_of(record, "text"))
+    text = str(record.value("text"))
     labels = tools.tokenizer(text, truncation=True, max_length=tools.seq_length)["input_ids"]
     starts = tools.start_token is not None and labels[:1] == [tools.start_token]  # the model puts it there itself
     return {**_hear(record, tools), "labels": labels[1:] if starts else labels}
@@ -158,18 +147,16 @@ def _hear(record: Record, tools: Tools) -> Example:
 
 def hear(record: Record, tools: Tools) -> Any:
     """Returns the sound of a record, float32 [samples]."""
-    return read_sound(column_of(record, "audio"), record.directory, rate=tools.audio.sampling_rate)
+    return read_sound(record.value("audio"), record.directory, rate=tools.audio.sampling_rate)
 
 
 def _encode_seen(record: Record, tools: Tools) -> Example:
     """A conversation with images: what the assistant says is learned."""
-    messages = column_of(record, "messages")
+    messages = record.value("messages")
     shown = Record(record.place, {"messages": [_without_images(message) for message in messages]})
-    _, learned = read_messages(shown, "messages", {"messages": "messages"})
+    _, learned = read_messages(shown)
     parts = [part for message in messages for part in _images_of(message)]
-    raw = record.values.get(record.columns.get("images", "images")) or [
-        part.get("path") or part.get("url") or part.get("image") for part in parts
-    ]
+    raw = record.get("images") or [part.get("path") or part.get("url") or part.get("image") for part in parts]
     if len(raw) != len(parts):
         what = f"{counted(len(raw), 'image')} for {counted(len(parts), 'image part')} of the messages"
         fix = 'write {"type": "image"} into the content of the message that shows an image'
@@ -270,14 +257,16 @@ TASKS: dict[str, Task] = {
 assert tuple(TASKS) == get_args(TaskName)
 
 
-class ExampleRows:
+class ExampleRows(Rows):
     """Rows of one example each, which are encoded when they are read.
 
     Args:
-        records: of all ranks, in the same order.
+        records: of all ranks, in the same order; also an attribute.
         fingerprint: changes with the records.
         paddings: what fills a sequence up, by the input's name; 0 for others.
     """
+
+    kind = "examples"
 
     def __init__(
         self,
@@ -289,8 +278,9 @@ class ExampleRows:
         paddings: Mapping[str, int],
     ) -> None:
         self.num_rows, self.num_tokens, self.seq_length = len(records), 0, tools.seq_length
-        self._records, self._encode, self._tools, self._paddings = records, encode, tools, paddings
-        self._digest = digest("examples", fingerprint, tools.fingerprint, list(tools.labels), tools.seq_length)
+        self.records, self._encode, self._tools, self._paddings = records, encode, tools, paddings
+        identity = digest("examples", fingerprint, tools.fingerprint, list(tools.labels), tools.seq_length)
+        self.checksum = int(identity[:12], 16)
         self._lengths: dict[int, int] = {}
         if not records:
             raise LoadError("the data holds no records", at="data")
@@ -309,7 +299,7 @@ class ExampleRows:
             return 0
         for row in batch:
             if row not in self._lengths:
-                sound = hear(self._records[row], tools) if hears else ()
+                sound = hear(self.records[row], tools) if hears else ()
                 self._lengths[row] = len(sound if hears else self._encoded(row)["input_ids"])
         longest = max(self._lengths[row] for row in batch)
         return longest if hears else -(-longest // _MULTIPLE) * _MULTIPLE
@@ -321,26 +311,9 @@ class ExampleRows:
         return batch | {name: value for name, value in own.items() if name != "labels"}
 
     def _encoded(self, row: int) -> Example:
-        record = self._records[row]
-        try:
+        record = self.records[row]
+        with as_error(LoadError, "the record cannot be encoded", at=record.place):
             return self._encode(record, self._tools)
-        except ShardwiseError:
-            raise
-        except Exception as error:  # of many kinds: a tokenizer's, a processor's
-            raise LoadError("the record cannot be encoded", at=record.place, why=one_line(error)) from error
-
-    def identity(self) -> dict[str, int]:
-        """Returns the number of rows, and a checksum of what they are made of."""
-        checksum = int(self._digest[:12], 16)
-        return {"num_tokens": 0, "num_rows": self.num_rows, "seq_length": self.seq_length, "checksum": checksum}
-
-    def describe(self) -> dict[str, Any]:
-        """Returns the checksum."""
-        return {"tokens": self._digest[:8], "rows": "examples"}
-
-    def notes(self) -> str:
-        """Returns nothing: examples are truncated as they are read."""
-        return ""
 
 
 def collate(examples: Sequence[Example], paddings: Mapping[str, int], *, width: int = 0) -> dict[str, Tensor]:

@@ -77,15 +77,6 @@ class Beat:
         """What changes while the rank makes progress."""
         return self.step, self.collective, self.where
 
-    def to_json(self) -> str:
-        """Returns the beat as text."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> "Beat":
-        """Returns the beat that `to_json` wrote; a default beat from empty text."""
-        return cls(**json.loads(text or "{}"))
-
 
 def diagnose(beats: Sequence[Beat], now: float, *, rank: int, quiet_seconds: float, is_late: bool) -> RankError | None:
     """Says why the collective in which this rank waits does not end.
@@ -224,13 +215,14 @@ class Heartbeat:
 
     def read(self) -> list[Beat] | None:
         """Returns what the ranks have published last; None if the store takes long."""
+        return call_with_timeout(ANSWER_SECONDS, self._published)
+
+    def _published(self) -> list[Beat]:
         keys = [f"beat/{rank}" for rank in range(self.address.world_size)]
-        texts = call_with_timeout(ANSWER_SECONDS, lambda: self._store.multi_get(keys))
-        return None if texts is None else [Beat.from_json(text) for text in texts]
+        return [Beat(**json.loads(text or "{}")) for text in self._store.multi_get(keys)]
 
     def _read(self) -> list[Beat]:
-        keys = [f"beat/{rank}" for rank in range(self.address.world_size)]
-        beats, now = [Beat.from_json(text) for text in self._store.multi_get(keys)], time.monotonic()
+        beats, now = self._published(), time.monotonic()
         last = self._heard or [replace(beat, heard_at=now) for beat in beats]
         self._heard = [
             replace(new, heard_at=old.heard_at if new.count == old.count else now)
@@ -240,7 +232,7 @@ class Heartbeat:
 
     def _publish(self, beat: Beat) -> None:
         self._beat = beat
-        self._store.set(f"beat/{self.address.rank}", beat.to_json())
+        self._store.set(f"beat/{self.address.rank}", json.dumps(asdict(beat)))
 
     def _run(self) -> None:
         place, moved_at, has_warned = self._beat.place, time.monotonic(), False

@@ -70,9 +70,7 @@ def read_world_size() -> int:
 
 
 def is_launched() -> bool:
-    """Returns whether a launcher started this process as one of several ranks.
-    Lightning's Trainer does not set `RANK`.
-    """
+    """Returns whether a launcher that sets `RANK` (Lightning's does not) started this process as one of several."""
     return bool(os.environ.get("RANK")) and read_world_size() > 1
 
 

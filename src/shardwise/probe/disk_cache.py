@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwise.parallel.facts import is_of_transformers
 from shardwise.runtime.modes import has_dropout
-from shardwise.weights.staging import atomic_file
+from shardwise.weights.staging import write_text
 
 Answer = TypeVar("Answer")
 
@@ -79,7 +79,6 @@ def write(path: Path | None, value: Any) -> None:
     if path is None:
         return
     try:
-        with atomic_file(path) as partial:
-            partial.write_text(json.dumps(value, indent=1))
+        write_text(path, json.dumps(value, indent=1))
     except OSError as error:
         logger.info("cannot cache an answer on disk: %s", error)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.collectives import all_reduce_
 from shardwise.data.ahead import PrefetchLoader, send
-from shardwise.data.batch import IGNORED, SPANS, count_targets, make_up_targets
+from shardwise.data.batch import IGNORED, SPANS, count_targets, make_up_targets, sums_rows
 from shardwise.data.rows import Rows
 from shardwise.errors import BatchError, GradientError
 from shardwise.estimate.flops import peak_flops
@@ -35,8 +35,8 @@ from shardwise.train.step import StepResult
 class Observer(Protocol):
     """Computes metrics from the outputs of an evaluation."""
 
-    def see(self, outputs: Any, batch: Mapping[str, Tensor]) -> None:
-        """Notes the outputs of a batch."""
+    def see(self, outputs: Any, batch: Mapping[str, Tensor], rows: Sequence[int]) -> None:
+        """Notes the outputs of a batch of these rows."""
         ...
 
     def results(self) -> Mapping[str, float]:
@@ -45,10 +45,13 @@ class Observer(Protocol):
 
 
 def build_evaluation(
-    model: nn.Module, mesh: Mesh, batches: Callable[[], Iterator[dict[str, Tensor]]], observer: Observer | None = None
+    model: nn.Module,
+    mesh: Mesh,
+    batches: Callable[[], Iterator[tuple[Sequence[int], dict[str, Tensor]]]],
+    observer: Observer | None = None,
 ) -> Callable[[], dict[str, float]]:
-    """Returns a function that computes metrics over `batches()`, the same on every rank: the mean "loss" over all
-    target tokens, and those of `observer`, or without one "perplexity".
+    """Returns a function that computes metrics over `batches()`, the same on every rank: the "loss", a mean over all
+    target tokens or the sum that the model computes, and those of `observer`, or without one "perplexity".
 
     The model runs in eval mode; afterwards every module is in its previous mode. Without targets the loss is NaN.
 
@@ -57,6 +60,7 @@ def build_evaluation(
     """
     # Beside a cache, transformers' models take rows for one document each (see [Note: packed rows]).
     inner: Any = find_model(model)
+    is_sum = sums_rows(inner)
     takes = inspect.signature(inner.forward).parameters.values()
     uses_cache = getattr(getattr(inner, "config", None) and inner.config.get_text_config(), "use_cache", False)
     takes_cache = any(each.name == "use_cache" or (uses_cache and each.kind is each.VAR_KEYWORD) for each in takes)
@@ -66,8 +70,8 @@ def build_evaluation(
     def evaluate() -> dict[str, float]:
         totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
         with in_eval_mode(model):
-            for batch in batches():
-                count = count_targets(model, batch)
+            for rows, batch in batches():
+                count = 1 if is_sum else count_targets(model, batch)
                 # Other ranks wait for this one, so it computes a loss even where nothing counts.
                 targets = {} if count else make_up_targets(batch)
                 inputs = {
@@ -77,11 +81,11 @@ def build_evaluation(
                 loss = outputs.loss
                 totals += torch.stack([loss.double() * count, torch.full_like(loss, count, dtype=torch.float64)])
                 if observer is not None:
-                    observer.see(outputs, {name: send(value, mesh.device) for name, value in batch.items()})
+                    observer.see(outputs, {name: send(value, mesh.device) for name, value in batch.items()}, rows)
         group = mesh.group(*DATA_AXES)
         if group is not None:
             all_reduce_(totals, group)
-        loss = float(totals[0] / totals[1])
+        loss = float(totals[0] if is_sum else totals[0] / totals[1])
         return {
             "loss": loss,
             **({"perplexity": math.exp(min(loss, 700.0))} if observer is None else observer.results()),
@@ -92,8 +96,8 @@ def build_evaluation(
 
 def evaluation_batches(
     rows: Rows, *, batch_size: int, max_batches: int, data_rank: int = 0, data_size: int = 1, counts_rows: bool = False
-) -> Iterator[dict[str, Tensor]]:
-    """Yields this data rank's share of every global batch of rows, in order.
+) -> Iterator[tuple[Sequence[int], dict[str, Tensor]]]:
+    """Yields this data rank's share of every global batch of rows, in order: the numbers of the rows, and their batch.
 
     The last batch is filled up with rows whose labels are all ignored, so that every rank gets equally many batches of
     equal shape.
@@ -115,7 +119,7 @@ def evaluation_batches(
         for name in ("labels", *SPANS) if any(is_filler) else ():
             if name in found:
                 found[name][is_filler] = IGNORED if name == "labels" else torch.iinfo(torch.int64).max
-        yield found
+        yield batch[own], found
 
 
 logger = logging.getLogger("shardwise.train")

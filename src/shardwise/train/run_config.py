@@ -131,10 +131,10 @@ class LogConfig:
     """Print every N steps when the output is not a terminal. On GPUs, metrics are also read from the device every N
     steps; train.jsonl still has every step."""
     tensorboard: bool = False
-    """Also write TensorBoard events."""
+    """Also write TensorBoard events, like `to: [tensorboard]`."""
     to: tuple[str, ...] = ()
-    """Trackers that get every record, by their names in accelerate: wandb, mlflow, trackio, comet_ml, aim, clearml, ...
-    The package accelerate and the tracker's own must be installed."""
+    """Trackers that get every record: tensorboard, or by their names in accelerate wandb, mlflow, trackio, comet_ml,
+    aim, clearml, ... Their packages must be installed, and accelerate for all but tensorboard."""
     project: str = "shardwise"
     """Name of the project in those trackers."""
     callbacks: tuple[str, ...] = ()
@@ -143,6 +143,11 @@ class LogConfig:
     timeline: PositiveInt | None = None
     """A step whose pipeline is timed: when every stage ran is drawn in timeline.svg and kept in timeline.json (for
     chrome://tracing or Perfetto)."""
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """The names in `to`, and tensorboard where `tensorboard` asks for it."""
+        return tuple(dict.fromkeys([*self.to, *["tensorboard"] * self.tensorboard]))
 
 
 @dataclass(frozen=True, kw_only=True)

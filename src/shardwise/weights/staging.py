@@ -54,6 +54,12 @@ def atomic_file(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file atomically; see `atomic_file`."""
+    with atomic_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
 class StagedDirectory:
     """A directory being written: files go to `path`, and `commit` renames it to `target`.
 
