@@ -75,7 +75,7 @@ class Rows(Dataset):
 def arguments(directory, data_size=1, *, rows=4, kind=transformers.TrainingArguments, **options):
     """Of batches with `rows` rows of all data ranks together."""
     chosen = {"max_steps": STEPS, "logging_steps": 1, "save_strategy": "no", "learning_rate": 1e-3} | options
-    each = {name: rows // data_size for name in ("per_device_train_batch_size", "per_device_eval_batch_size")}
+    each = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), rows // data_size)
     return kind(
         str(directory),
         use_cpu=True,

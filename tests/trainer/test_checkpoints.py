@@ -81,6 +81,7 @@ def alone(directory):
 def test_a_run_goes_on_at_another_layout(on_ranks, whole, tmp_path, layout, later, stop):
     (log, best, state), _ = whole
     on_ranks(run, directory=str(tmp_path), layout=layout, stop=stop)
+    on_ranks.end()  # and with it its hold on the directory
     for found, own_best, own in on_ranks(run, directory=str(tmp_path), layout=later, stop=0):
         assert not differing(found, log)
         assert own_best == best
