@@ -26,6 +26,7 @@ from shardwise.parameters.registry import registry_of
 from shardwise.plan.options import ParallelSpec
 from shardwise.ranks.spawn import spawn
 from tests.families import FULL_PRODUCT, rows_of, tiny_batch, tiny_model
+from tests.train.test_images import llava, llava_batch, qwen2_vl, qwen2_vl_batch
 
 ROWS, LENGTH = 2, 32
 CASES = {
@@ -109,7 +110,7 @@ def on_two_ranks():
             with shardwise.Mesh.open(layout) as mesh:
                 torch.manual_seed(0)
                 held[name] = hold(mesh, spec)
-    traffic = communicate(COUNTED)
+    traffic = communicate(COUNTED), {name: encode_an_image(*each) for name, each in WITH_IMAGES.items()}
     for name in WITHOUT_LOGITS:  # last: it changes a constant
         layout, spec = CASES[name]
         with shardwise.Mesh.open(layout) as mesh:
@@ -286,7 +287,7 @@ def communicate(families):
 
 @pytest.mark.spawn
 def test_what_plan_prints_is_what_ranks_communicate(found):
-    traffic = [rank[2] for rank in found]
+    traffic = [rank[2][0] for rank in found]
     assert traffic[0] == traffic[1]
     for family, spec in COUNTED.items():
         config = tiny_model(family, num_hidden_layers=1).config
@@ -295,3 +296,33 @@ def test_what_plan_prints_is_what_ranks_communicate(found):
         assert f"over tp, a microbatch of {ROWS} x {LENGTH} tokens: {step}\n" in text
         assert (f"gradient phase, once a step: {after}\n" in text) == (after != "nothing")
     assert "in a layer: 1 in its forward, 1 in its backward" in str(describe(tiny_model("cohere2").config, "tp2"))
+
+
+WITH_IMAGES = {"qwen2_vl": (qwen2_vl, qwen2_vl_batch(rows=[3])), "llava": (llava, llava_batch(rows=[2]))}
+"""Models with a row that has one image, and towers of which only linears are split."""
+
+
+def encode_an_image(make_model, batch):
+    """What this rank communicates in forward and backward of a row with an image, more than without it."""
+    found = []
+    without = {name: value for name, value in batch.items() if name not in ("pixel_values", "image_grid_thw")}
+    with shardwise.Mesh.open("tp2") as mesh:
+        model = shardwise.parallelize(make_model(), mesh).train()
+        for each in (batch, without):
+            with CommunicationCount() as count, gradients_of(model).no_sync():
+                model(**each).loss.backward()
+            found.append(count.traffic())
+    return found[0] - found[1]
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("family", WITH_IMAGES)
+def test_plan_counts_what_an_image_adds(monkeypatch, found, family):
+    counted, real = [], describing._encode
+    monkeypatch.setattr(describing, "_encode", lambda *given: counted.append(real(*given)) or counted[0])
+    monkeypatch.setattr(describing, "_FEW_PATCHES", (1, 4, 4))
+    model = WITH_IMAGES[family][0]()
+    text = str(describe(model.config, "fsdp2.tp2", auto_class=type(model), batch=(ROWS, LENGTH)))
+    assert counted == [found[0][2][1][family]] and counted[0].bytes["all_gather"] > 0
+    assert f", besides: {counted[0]}\n" in text and "over tp, for each image, pixel_values of " in text
+    assert "peak during a step: " in text

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
 import yaml
 from accelerate import tracking
 from accelerate.tracking import GeneralTracker, on_main_process
 from safetensors.torch import load_file
 
+import shardwise
+from shardwise.checkpoint.trainer_files import trained_names
 from shardwise.cli import training
 from shardwise.cli.models import make_optimizer
 from shardwise.cli.training import train
@@ -54,6 +57,35 @@ def train_rank(run):
 def lines_of(run):
     lines = (Path(run["log"]["dir"]) / "train.jsonl").read_text().splitlines()
     return [{key: value for key, value in json.loads(line).items() if key in SAME} for line in lines]
+
+
+def write_as_trainer(run):
+    """Writes what Trainer would have saved beside the weights that a run has exported."""
+    with shardwise.Mesh.open("tp1") as mesh:
+        model = shardwise.load(run["export"], mesh)
+        parameters = dict(model.named_parameters())
+        optimizer = torch.optim.AdamW([parameters[name] for name in trained_names(model)])
+        extra = shardwise.load_checkpoint(run["checkpoint"]["dir"], model=model, optimizer=optimizer)
+        torch.save(optimizer.state_dict(), f"{run['export']}/optimizer.pt")
+    state = {"global_step": extra["step"], "epoch": 0.1}
+    Path(run["export"], "trainer_state.json").write_text(json.dumps(state))
+
+
+def test_a_run_goes_on_from_the_optimizer_of_trainer(run, tree, tmp_path):  # noqa: F811
+    run = {**run, "model": tree["model"], "optimizer": {"lr": 0.01, "schedule": {"name": "constant"}}}
+    whole, part = (with_values(run, tmp_path / name, steps=steps) for name, steps in (("whole", 5), ("part", 3)))
+    for each in (whole, part):
+        spawn(train_rank, 2, each)
+    write_as_trainer(part)
+    state = f"{part['log']['dir']}/data_state.json"
+    own = {"model": {"path": part["export"]}, "data": {**run["data"], "state": state}, "steps": 5}
+    later = with_values(run, tmp_path / "later", **own, optimizer={**run["optimizer"], "state": part["export"]})
+    spawn(train_rank, 2, later)
+    assert [line["step"] for line in lines_of(later)] == [4, 5]
+    for found, expected in zip(lines_of(later), lines_of(whole)[3:], strict=True):
+        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5) and found["lr"] == expected["lr"]
+    weights = (load_file(f"{each['export']}/model.safetensors") for each in (later, whole))
+    torch.testing.assert_close(*weights, atol=1e-5, rtol=0)
 
 
 def test_a_run_that_was_ended_goes_on_as_if_it_had_not_been(run, tmp_path, run_forked, capfd):  # noqa: F811

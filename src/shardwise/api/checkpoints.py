@@ -1,5 +1,6 @@
 """`save_checkpoint` and `load_checkpoint`: the training state, saved from any layout and loaded into any other."""
 
+import copy
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from shardwise.checkpoint.background import PendingSave, finish_all_saves, join_saves, writer_of
 from shardwise.checkpoint.collect import by_name
@@ -15,6 +17,7 @@ from shardwise.checkpoint.export import ExportSelection, tokenizer_at, write_pre
 from shardwise.checkpoint.load import LoadTarget, check_same_target, load_into, open_on_all_ranks
 from shardwise.checkpoint.store import check_tag, root_of
 from shardwise.checkpoint.stored import StoredParts
+from shardwise.checkpoint.trainer_files import open_trainer
 from shardwise.checkpoint.writer import SaveRequest, prepare_save
 from shardwise.comm.agree import check_calls, raise_on_all_ranks
 from shardwise.errors import ConfigError, did_you_mean
@@ -26,9 +29,11 @@ from shardwise.lora.files import (
     base_tensors,
     write_adapter_files,
 )
+from shardwise.lora.inject import inject_alike
 from shardwise.optim.gradients import gradients_of
 from shardwise.optim.optimizer import model_under
 from shardwise.optim.steps import check_steps
+from shardwise.parallel.build import build_meta_model
 from shardwise.parallel.loading import put_tensor
 from shardwise.parameters.canonical import canonical_tensors, computed_buffer, state_names
 from shardwise.parameters.registry import find_parameters, named_entries, registry_of, reshard
@@ -182,7 +187,8 @@ def load_checkpoint(
     same; otherwise each data rank starts a new stream derived from them. The model's gradients are dropped.
 
     Args:
-        path: a directory of checkpoints.
+        path: a directory of checkpoints; or a checkpoint of transformers' Trainer, of which the optimizer's states, the
+            scheduler with its rate, and the step are loaded. `shardwise.load` loads its weights.
         tag: name of the checkpoint. Default: the newest complete one.
         model: model split by Shardwise, may be on the meta device. None reads only `extra`.
         optimizer: optimizer of its parameters, of the class that was saved; or a list or dictionary of as many, by the
@@ -215,7 +221,29 @@ def load_checkpoint(
     finish_all_saves() if mesh is None else join_saves(mesh)
     if mesh is not None:
         check_same_target(target, mesh, verifies=verify)
-    return restore(open_on_all_ranks(path, tag, mesh, verifies=verify), target)
+    opener = functools.partial(_open_trainer, target=target)
+    return restore(open_on_all_ranks(path, tag, mesh, verifies=verify, open_trainer=opener), target)
+
+
+def _open_trainer(directory: Path, *, target: LoadTarget) -> StoredParts:
+    """Opens a checkpoint of transformers' Trainer; see `open_trainer`."""
+    if target.model is None:
+        return open_trainer(directory, None, None, target.scheduler)
+    optimizers = by_name(target.optimizer)
+    if target.fills_model or optimizers.keys() != {""}:
+        raise ConfigError(
+            "a checkpoint of transformers' Trainer is loaded into one optimizer",
+            at=str(directory),
+            fix="load its weights with shardwise.load, then shardwise.load_checkpoint(directory, optimizer=optimizer)",
+        )
+    split = find_model(target.model)
+    kinds = (each for each in type(split).__mro__ if not issubclass(each, FSDPModule))
+    unsplit: nn.Module = build_meta_model(copy.deepcopy(split.config), next(kinds), dtype=None, options={})
+    unsplit = inject_alike(split, unsplit)
+    frozen = {name for name, value, _ in find_parameters(split) if not value.requires_grad}
+    for name, value in unsplit.named_parameters():
+        value.requires_grad_(value.requires_grad and name not in frozen)
+    return open_trainer(directory, unsplit, optimizers[""], target.scheduler)
 
 
 def fill_model(model: nn.Module, checkpoint: StoredParts | None, fill: Callable[[], object]) -> None:

@@ -3,7 +3,7 @@
 import copy
 import math
 import os
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.api.fitting import describe_fit
@@ -46,7 +47,7 @@ from shardwise.proof.counting import LayerCollectives, counted_layers
 from shardwise.runtime.adapter_facts import find_model
 from shardwise.runtime.host_masks import can_take_host_masks, read_host_mask, take_host_masks
 from shardwise.stages.model import Stages
-from shardwise.tiny.inputs import make_batch
+from shardwise.tiny.inputs import MEDIA, make_batch, make_patches, make_signal, missing_media
 from shardwise.tiny.shrink import keep_layers, layer_kinds, repeating_lengths
 from shardwise.topology.shape import AXES, MeshShape
 
@@ -189,6 +190,25 @@ class Rehearsal:
         counts = [x + times * (y - x) for x, y in zip(astuple(a.layers), astuple(b.layers), strict=True)]
         return replace(b, **grown, layers=LayerCollectives(*counts))
 
+    def count_media(self) -> Iterator[str]:
+        """Yields what encoding an image, or a sound, beside tokens communicates over tp in forward and backward."""
+        over_tp, generator = (
+            replace(self, shape=MeshShape(tp_size=self.shape.tp_size)),
+            torch.Generator().manual_seed(0),
+        )
+        with over_tp.open() as model, FakeTensorCorrections(makes_integers=True):
+            for name in MEDIA.keys() & missing_media(model, make_batch(model, seed=0)):
+                given = make_patches(model, [_FEW_PATCHES], generator=generator, beside_tokens=True)
+                if name not in given:
+                    given = {name: make_signal(model, name, (1, 16), generator=generator)}
+                what = f"{MEDIA[name][0]}, {name} of {' x '.join(f'{size:,}' for size in given[name].shape)}"
+                try:
+                    with as_data_dependent_error(model):
+                        counted = str(_encode(model, getattr(model, MEDIA[name][1]), given))
+                except UnsupportedError as error:
+                    counted = f"cannot be counted: {error.why}"
+                yield f"over tp, for each {what}, besides: {counted}"
+
     def run_stages(self, plan: SplitPlan, cut: PipelinePlan, batch: tuple[int, int]) -> "dict[int, RehearsedStage]":
         """Runs one microbatch through the first of alike pipeline stages: forward, and over tp backward."""
         of_layers, cuts, last = layer_kinds(self.source), cut.order.cut_tensors, cut.num_stages - 1
@@ -308,6 +328,17 @@ def _run_stage(model: nn.Module, stages: Stages, stage: int, batch: Mapping[str,
     return RehearsedStage(held_bytes=held, num_sent=len(sizes), sent_bytes=sum(sizes), tp=over_tp.traffic())
 
 
+def _encode(model: nn.Module, encode: Callable[..., Any], medium: Mapping[str, Any]) -> Traffic:
+    """Returns what a method such as `get_image_features` communicates over tp, in forward and backward."""
+    with CommunicationCount(group=registry_of(model).mesh.group("tp")) as count:
+        output = encode(**medium)
+        encoded = [each for each in tree_leaves(getattr(output, "pooler_output", output)) if isinstance(each, Tensor)]
+        trained = [each for each in encoded if each.requires_grad]
+        with gradients_of(model).no_sync():
+            torch.autograd.backward(trained, [torch.ones_like(each) for each in trained])
+        return count.traffic()
+
+
 def _after_a_step(model: nn.Module) -> torch.optim.Optimizer:
     """Returns a fused AdamW with allocated states."""
     trained = [each for each in model.parameters() if each.requires_grad]
@@ -345,6 +376,7 @@ def _run_step(model: nn.Module, batch: Mapping[str, Any]) -> RehearsedStep:
 
 
 _FEW_TOKENS = (1, 16)
+_FEW_PATCHES = (1, 32, 32)  # frames, rows and columns of an image of any size
 MOST_TOKENS = 2**26  # of a microbatch: its loss is rehearsed some rows at a time
 
 
@@ -394,6 +426,8 @@ def describe(
             parts = ", ".join(f"{name} {sized(size)}" for name, size in fullest.items())
             who = f"the fullest rank, of pp {found.parts.index(fullest)}: {parts}"
             memory.append(f"a step needs about {sized(found.needed)} on {who}; without temporary tensors, an estimate")
+    if (found.stages or found.step or found.plan.pipeline is None) and shape.tp_size > 1 and not dist.is_initialized():
+        lines += tuple(rehearsal.count_media())
     if card is not None:
         memory.append(describe_fit(card, found))
     return Explanation(plan=found.plan, collectives=lines, memory="\n".join(memory), stages=stages)

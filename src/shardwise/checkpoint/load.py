@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from shardwise.checkpoint.collect import (
 )
 from shardwise.checkpoint.store import find_tag, root_of
 from shardwise.checkpoint.stored import StoredParts, decode_tree, open_checkpoint
+from shardwise.checkpoint.trainer_files import is_trainer
 from shardwise.comm.agree import agree_on, check_calls, gather_from_all, raise_on_all_ranks
 from shardwise.errors import LoadError
 from shardwise.mesh import Mesh
@@ -74,11 +76,19 @@ def _described(given: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} a {type(each).__name__}".lstrip() for name, each in given.items())
 
 
-def open_on_all_ranks(path: Any, tag: str | None, mesh: Mesh | None, *, verifies: bool = True) -> StoredParts:
+def open_on_all_ranks(
+    path: Any,
+    tag: str | None,
+    mesh: Mesh | None,
+    *,
+    verifies: bool = True,
+    open_trainer: Callable[[Path], StoredParts] | None = None,
+) -> StoredParts:
     """Opens the checkpoint that rank 0 finds, on every rank. Rank 0 checks that every file exists.
 
     Args:
         mesh: mesh of the ranks that open it; None: only this process.
+        open_trainer: opens a checkpoint of transformers' Trainer; None: such a one is refused.
 
     Communicates: one gather of a small object over all ranks, and what `agree` does.
     """
@@ -87,12 +97,14 @@ def open_on_all_ranks(path: Any, tag: str | None, mesh: Mesh | None, *, verifies
 
     def find() -> str | None:
         root = root_of(path)
-        return str(find_tag(root, tag).relative_to(root)) if is_first else None
+        is_trainers = open_trainer is not None and tag is None and is_trainer(root)
+        return str(find_tag(root, tag).relative_to(root)) if is_first and not is_trainers else None
 
     found = gather_from_all(group, "looking for the checkpoint", find)[0]
 
     def open_it() -> tuple[StoredParts, dict[str, str]]:
-        stored = open_checkpoint(root_of(path) / str(found), verifies=verifies)
+        root = root_of(path)
+        stored = open_trainer(root) if found is None else open_checkpoint(root / found, verifies=verifies)  # type: ignore[misc]
         if is_first:
             stored.check_all_files()
         return stored, {"the checkpoint": repr(stored.manifest)}
@@ -188,7 +200,7 @@ class LoadPlan:
         if model is not None and registry is not None:
             for each in (model, registry.model() or model):
                 each.zero_grad()  # gradients so far are of the weights before
-        if self._target.restores_random and registry is not None:
+        if self._target.restores_random and registry is not None and self._random:
             restore_random(registry.mesh, stored.index.values.get("random", {}), self._random)
 
 

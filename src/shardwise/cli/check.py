@@ -41,11 +41,15 @@ def run(arguments: argparse.Namespace) -> int:
     card = None if arguments.card is None else read_card(arguments.card)
     config, known = parse_config(arguments.config, arguments.overrides)
     problems = check_run(config, known=known, world_size=arguments.world_size)
+    from shardwise.api.checkpoints import load_checkpoint
     from shardwise.cli.models import check_memory
     from shardwise.cli.run_checkpoints import check_saved  # torch, which `check_run` has imported
 
     with problems.of("checkpoint.dir"):
         check_saved(config.checkpoint)
+    with problems.of("optimizer.state"):
+        if config.optimizer.state is not None:
+            load_checkpoint(config.optimizer.state)
     if card is not None and not problems:
         problems += check_memory(config, card)
     if not problems:

@@ -43,7 +43,7 @@ def describe_run(config: TrainConfig, model_config: Any, batches: PackedBatches)
     """Returns the settings of model, data, optimizer and adapter that must not change when a run resumes, as JSON."""
     model = {key: value for key, value in model_config.to_dict().items() if key not in _VOLATILE}
     optimizer = {
-        key: value for key, value in vars(config.optimizer).items() if key not in ("schedule", "max_grad_norm")
+        key: value for key, value in vars(config.optimizer).items() if key not in ("schedule", "max_grad_norm", "state")
     }
     adapter = {key: value for key, value in (config.adapter or {}).items() if key != "export"}
     settings = {

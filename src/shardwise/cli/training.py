@@ -16,7 +16,7 @@ import transformers
 from rich.console import Console
 from torch import Tensor
 
-from shardwise.api.checkpoints import export_pretrained
+from shardwise.api.checkpoints import export_pretrained, load_checkpoint
 from shardwise.checkpoint.export import export_bytes
 from shardwise.checkpoint.stored import StoredParts
 from shardwise.cli.config_file import config_error, dump_config, flat_config
@@ -76,6 +76,8 @@ def train(config: TrainConfig) -> StepRecord | None:
         random.seed(seed)
         optimizer = make_optimizer(config.optimizer, model)
         num_done = 0 if saved is None else saved.resume(model, optimizer, batches)
+        if saved is None and config.optimizer.state is not None:
+            num_done = load_checkpoint(config.optimizer.state, optimizer=optimizer)["step"]
         if saved is not None:
             rows_before = saved.extra.get("rows_before", 0) if batches.num_batches_read else 0
         if config.epochs is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -35,7 +35,16 @@ def fake_tensors() -> Iterator[None]:
 
 
 class FakeTensorCorrections(TorchDispatchMode):
-    """Corrects fake tensors: grouped products exist in every dtype, and waiting returns the same tensor."""
+    """Corrects fake tensors: grouped products exist in every dtype, waiting returns the same tensor, and what is
+    computed from real tensors alone is real.
+
+    Args:
+        makes_integers: make new integers real, for forwards that compute the sizes of images from them.
+    """
+
+    def __init__(self, *, makes_integers: bool = False) -> None:
+        super().__init__()
+        self._makes_integers = makes_integers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # two of three operations
@@ -45,7 +54,14 @@ class FakeTensorCorrections(TorchDispatchMode):
             return described.to(args[0].dtype)
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]
-        return func(*args, **(kwargs or {}))
+        given = [isinstance(each, FakeTensor) for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
+        if any(given) or not given:
+            made = func(*args, **(kwargs or {}))
+            is_new = self._makes_integers and not given and isinstance(made, Tensor)
+            if not is_new or made.is_floating_point():
+                return made
+        with unset_fake_temporarily():
+            return func(*args, **(kwargs or {}))
 
 
 _FORETELL = getattr(getattr(ShardingPropagator, "_propagate_tensor_meta_non_cached", None), "__code__", None)

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -50,7 +50,7 @@ _ANY_IMAGE = 64  # pixels of images for models that take every size
 SIGNALS = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 """Arguments of forwards that hold images, videos or sound."""
 _GRIDS = ("grid_thw", "image_grid_thw")
-_GRID = (1, 4, 4)  # frames, rows and columns of patches of every image
+_GRID = (1, 4, 4)
 
 
 def class_names(table: str) -> frozenset[str]:
@@ -76,11 +76,12 @@ def signals_of(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def make_patches(
-    model: PreTrainedModel, num_images: int, *, generator: torch.Generator, beside_tokens: bool = False
+    model: PreTrainedModel, grids: Sequence[tuple[int, ...]], *, generator: torch.Generator, beside_tokens: bool = False
 ) -> dict[str, Tensor]:
     """Returns images for a model that takes the concatenated patches of all images, with the grid of each; else empty.
 
     Args:
+        grids: frames, rows and columns of patches of each image.
         beside_tokens: whether a model that also takes tokens receives images.
     """
     takes = inspect.signature(model.forward).parameters
@@ -93,8 +94,8 @@ def make_patches(
         raise UnsupportedError(f"no batch for {type(model).__name__}", why="its configuration has no 'patch_size'")
     channels = fields.get("in_channels", fields.get("num_channels", 3))
     size = channels * fields.get("temporal_patch_size", 1) * fields["patch_size"] ** 2
-    patches = torch.randn((num_images * math.prod(_GRID), size), generator=generator)
-    return {name: patches, grid: torch.tensor([_GRID] * num_images)}
+    patches = torch.randn((sum(map(math.prod, grids)), size), generator=generator)
+    return {name: patches, grid: torch.tensor(grids)}
 
 
 def make_signal(model: PreTrainedModel, name: str, shape: tuple[int, int], *, generator: torch.Generator) -> Tensor:
@@ -175,7 +176,7 @@ _SEQUENCE_CLASSIFIERS = (
 _CHOICES = ("MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES",)  # of two sequences
 _YES_OR_NO = (*_CHOICES, "MODEL_FOR_NEXT_SENTENCE_PREDICTION_MAPPING_NAMES")
 _SENTENCE_LABELS = ("next_sentence_label", "sentence_order_label")  # of BERT's pretraining and its like
-_MEDIA = {"pixel_values": ("image", "get_image_features"), "input_features": ("audio", "get_audio_features")}
+MEDIA = {"pixel_values": ("image", "get_image_features"), "input_features": ("audio", "get_audio_features")}
 """What holds images and sound beside tokens: the name of their token in a config, and the method that encodes them."""
 _PADDED_SHARE = 4  # every second sequence ends or begins with a quarter of padding
 
@@ -205,7 +206,7 @@ def make_batch(
             batch["attention_mask"] = mask
     if "decoder_input_ids" in takes:
         batch["decoder_input_ids"] = _tokens(model, shape, generator)
-    patches = make_patches(model, batch_size, generator=generator)
+    patches = make_patches(model, [_GRID] * batch_size, generator=generator)
     batch |= patches
     for name in () if patches else signals_of(model):
         batch[name] = make_signal(model, name, shape, generator=generator)
@@ -224,7 +225,7 @@ def make_batch(
 def add_media(model: PreTrainedModel, batch: dict[str, Tensor], *, seed: int) -> dict[str, Tensor]:
     """Adds an image and a sound before the tokens of every row, as far as the model supports them."""
     generator = torch.Generator().manual_seed(seed)
-    for name, (medium, method) in _MEDIA.items():
+    for name, (medium, method) in MEDIA.items():
         numbers = (getattr(model.config, f"{medium}_token_{end}", None) for end in ("id", "index"))
         token = next((number for number in numbers if isinstance(number, int)), None)
         is_optional = name in missing_media(model, batch) and "input_ids" in batch and hasattr(model, method)
@@ -232,7 +233,8 @@ def add_media(model: PreTrainedModel, batch: dict[str, Tensor], *, seed: int) ->
             continue
         try:
             rows = len(batch["input_ids"])
-            signal = make_patches(model, rows, generator=generator, beside_tokens=True) if medium == "image" else {}
+            grids = [_GRID] * rows if medium == "image" else []
+            signal = make_patches(model, grids, generator=generator, beside_tokens=True) if grids else {}
             signal = signal or {name: make_signal(model, name, (rows, 16), generator=generator)}
             with_medium = _with_medium(model, batch, signal, token, encode=getattr(model, method))
             with torch.no_grad():

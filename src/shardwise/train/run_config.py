@@ -118,6 +118,8 @@ class OptimizerConfig:
     max_grad_norm: PositiveFloat | None = 1.0
     """Largest norm of the gradients, to which they are clipped; null leaves them."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    state: Place | None = None
+    """A checkpoint of transformers' Trainer: a new run goes on from the states of its optimizer, and from its step."""
 
 
 @dataclass(frozen=True, kw_only=True)

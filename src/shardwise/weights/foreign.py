@@ -258,5 +258,6 @@ def open_weights(path_or_hub_id: str | os.PathLike[str], **options: Any) -> Chec
         case locate.SHARDED_SAFETENSORS:
             return open_sharded_safetensors(directory)
         case locate.DCP:
-            return open_dcp(directory if (directory / ".metadata").exists() else directory / "model")
+            places = (directory, directory / "model", directory / "pytorch_model_fsdp_0")
+            return open_dcp(next(each for each in places if (each / ".metadata").exists()))
     return CheckpointIndex.open(path_or_hub_id, **options)

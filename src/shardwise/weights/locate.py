@@ -35,7 +35,7 @@ _KINDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (OPTIMUM_NEURON, ("shards/mp_metadata_pp_rank_*.pt", "mp_metadata_pp_rank_*.pt"), _CONVERT),
     (NXD, ("model/dp_rank_*_tp_rank_*.pt", "*/model/dp_rank_*_tp_rank_*.pt", "tp_rank_*_pp_rank_*"), _CONVERT),
     (SHARDED_SAFETENSORS, ("shard-?????-model-?????-of-?????.safetensors",), _LOAD),
-    (DCP, (".metadata", "model/.metadata"), _LOAD),
+    (DCP, (".metadata", "model/.metadata", "pytorch_model_fsdp_0/.metadata"), _LOAD),
     (
         "a checkpoint of DeepSpeed",
         ("*/mp_rank_*_model_states.pt", "mp_rank_*_model_states.pt", "*/zero_pp_rank_*_model_states.pt"),
