@@ -12,7 +12,7 @@ import transformers
 import shardwise
 from shardwise.comm.collectives import all_gather_objects
 from shardwise.testing.spawn import spawn
-from tests.trainer.modules import Rows, build, split_trainer
+from tests.trainer.modules import Rows, arguments, build, split_trainer
 
 pytestmark = pytest.mark.spawn
 
@@ -96,6 +96,18 @@ def test_dropout_masks_go_on_where_they_were(on_ranks, tmp_path, layout):
     on_ranks(run, directory=str(tmp_path / "parts"), dropout=0.2, stop=7)
     for found, *_ in on_ranks(run, directory=str(tmp_path / "parts"), dropout=0.2):
         assert not differing(found, log)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2.tp2"])
+def test_a_run_of_transformers_own_goes_on(on_ranks, whole, tmp_path, layout):
+    (log, _, state), _ = whole
+    given = arguments(tmp_path, **RUN)
+    beside = {"eval_dataset": Rows("llama", 11), "callbacks": [StopAt(7)]}
+    transformers.Trainer(build("llama"), given, train_dataset=Rows("llama", 14), **beside).train()
+    for found, _, own in on_ranks(run, directory=str(tmp_path)):
+        assert not differing(found[9:], log[9:])  # from step 8 on: their mean of an evaluation is another
+        for name, value in state.items():
+            torch.testing.assert_close(own[name], value, atol=1e-5, rtol=0, msg=name)
 
 
 @pytest.mark.single

@@ -34,12 +34,13 @@ from shardwise.optim.gradients import gradients_of
 from shardwise.optim.optimizer import model_under
 from shardwise.optim.steps import check_steps
 from shardwise.parallel.build import build_meta_model
-from shardwise.parallel.loading import put_tensor
+from shardwise.parallel.loading import Allowed, find_weights, put_tensor, read_part
 from shardwise.parameters.canonical import canonical_tensors, computed_buffer, state_names
-from shardwise.parameters.registry import find_parameters, named_entries, registry_of, reshard
+from shardwise.parameters.registry import find_parameters, local_part, named_entries, registry_of, reshard
 from shardwise.parameters.replicas import check_replicas
 from shardwise.runtime.adapter_facts import find_model, has_adapters
 from shardwise.runtime.same_batch import describe_steps
+from shardwise.weights.foreign import open_weights
 from shardwise.weights.staging import disk_errors
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
@@ -237,13 +238,37 @@ def _open_trainer(directory: Path, *, target: LoadTarget) -> StoredParts:
             fix="load its weights with shardwise.load, then shardwise.load_checkpoint(directory, optimizer=optimizer)",
         )
     split = find_model(target.model)
-    kinds = (each for each in type(split).__mro__ if not issubclass(each, FSDPModule))
-    unsplit: nn.Module = build_meta_model(copy.deepcopy(split.config), next(kinds), dtype=None, options={})
-    unsplit = inject_alike(split, unsplit)
+    unsplit = inject_alike(split, _unsplit_like(split))
     frozen = {name for name, value, _ in find_parameters(split) if not value.requires_grad}
     for name, value in unsplit.named_parameters():
         value.requires_grad_(value.requires_grad and name not in frozen)
     return open_trainer(directory, unsplit, optimizers[""], target.scheduler)
+
+
+def _unsplit_like(split: Any) -> Any:
+    """Returns the unsplit meta model of a split model's class and config."""
+    kinds = (each for each in type(split).__mro__ if not issubclass(each, FSDPModule))
+    return build_meta_model(copy.deepcopy(split.config), next(kinds), dtype=None, options={})
+
+
+@torch.no_grad()
+def read_pretrained(model: nn.Module, directory: str | os.PathLike[str]) -> None:
+    """Reads the weights of a Hugging Face directory into a split model that has values; each rank reads its parts.
+
+    Raises:
+        LoadError: files or tensors are missing, or do not fit the model. The same on every rank.
+
+    Communicates: a gather of small objects over all ranks.
+    """
+    registry = registry_of(model)
+    reshard(model)
+    with raise_on_all_ranks(registry.mesh.group(), f"reading {os.fspath(directory)}"):
+        index = open_weights(directory)
+        found = find_weights(_unsplit_like(find_model(model)), index, allowed=Allowed())
+        for _, parameter, entry in find_parameters(model):
+            if entry is not None and entry.is_held and (lazy := found.tensors.get(entry.fqn)) is not None:
+                own = local_part(parameter)
+                own.copy_(read_part(entry.fqn, lazy, registry, own.dtype))
 
 
 def fill_model(model: nn.Module, checkpoint: StoredParts | None, fill: Callable[[], object]) -> None:

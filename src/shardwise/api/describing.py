@@ -203,7 +203,7 @@ class Rehearsal:
                     given = {name: make_signal(model, name, (1, 16), generator=generator)}
                 what = f"{MEDIA[name][0]}, {name} of {' x '.join(f'{size:,}' for size in given[name].shape)}"
                 try:
-                    with as_data_dependent_error(model):
+                    with reraise_as(partial(_depends_on_values, model)):
                         counted = str(_encode(model, getattr(model, MEDIA[name][1]), given))
                 except UnsupportedError as error:
                     counted = f"cannot be counted: {error.why}"
@@ -412,7 +412,8 @@ def describe(
     if chosen is None and spec.precision is not None:
         chosen = as_dtype(spec.precision.params)
     values = {"dtype": chosen, "auto_class": auto_class, "options": model_options, "adapter": adapter}
-    found = Rehearsal(source=config, shape=shape, spec=spec, **values).forecast(batch, num_microbatches)
+    rehearsal = Rehearsal(source=config, shape=shape, spec=spec, **values)
+    found = rehearsal.forecast(batch, num_microbatches)
     memory, stages = [_attention(found.model)], tuple[str, ...]()
     if found.plan.pipeline is None:
         memory += _held(found)

@@ -301,7 +301,7 @@ def load_weights(
     for fqn in tqdm(wanted, desc="Loading weights", disable=silent):
         lazy = resolution.tensors[fqn]
         own = registry.frozen.get(fqn) or _dtype_of(fqn, lazy.dtype, dtype, kept)
-        value = _read(fqn, lazy, registry, own)
+        value = read_part(fqn, lazy, registry, own)
         if value.is_floating_point():
             sums[fqn] = value, (value if value.dtype.itemsize > 1 else value.float()).sum()
         put_tensor(model, registry, fqn, value)
@@ -346,7 +346,8 @@ def _check_numbers(sums: Mapping[str, tuple[Tensor, Tensor]], index: CheckpointI
         )
 
 
-def _read(fqn: str, lazy: LazyTensor, registry: Registry, dtype: torch.dtype) -> Tensor:
+def read_part(fqn: str, lazy: LazyTensor, registry: Registry, dtype: torch.dtype) -> Tensor:
+    """Reads this rank's part of a stored tensor to the device of `fqn`."""
     entry, device, coords = registry.entries.get(fqn), registry.device_of(fqn), registry.mesh.coords
     layout = Layout(tuple(lazy.shape)) if entry is None else entry.layout
     pieces, shape = layout.pieces(coords), layout.local_shape(coords)

@@ -14,11 +14,19 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from typing_extensions import override
 
-from shardwise.api.checkpoints import export_pretrained, load_checkpoint, restore, save_request, save_with
+from shardwise.api.checkpoints import (
+    export_pretrained,
+    load_checkpoint,
+    read_pretrained,
+    restore,
+    save_request,
+    save_with,
+)
 from shardwise.checkpoint.collect import restore_random
 from shardwise.checkpoint.load import LoadTarget, open_on_all_ranks
 from shardwise.checkpoint.manifest import MANIFEST
 from shardwise.checkpoint.stored import open_checkpoint
+from shardwise.checkpoint.trainer_files import is_trainer
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.mesh import Mesh
 
@@ -116,11 +124,14 @@ class SavesSplitModels(_Trainer):
 
     @override
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Loads the weights of a checkpoint of ours, of any layout."""
+        """Loads the weights of a checkpoint, of any layout or of transformers' own Trainer."""
         if self._mesh is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         place = _place_of(resume_from_checkpoint)
+        if is_trainer(place):  # of transformers' own
+            read_pretrained(self.model, place)
+            return
         # The Trainer continues random states later, when it has read up to its place in the data.
         target = LoadTarget(model=self.model, restores_random=False)
         restore(open_on_all_ranks(place.parent, place.name, self._mesh), target)
@@ -135,12 +146,13 @@ class SavesSplitModels(_Trainer):
 
     @override
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Loads optimizer and scheduler of a checkpoint of ours, of any layout."""
+        """Loads optimizer and scheduler of a checkpoint, of any layout or of transformers' own Trainer."""
         if self._mesh is None:
             super()._load_optimizer_and_scheduler(checkpoint)
         elif checkpoint is not None:
             place = _place_of(checkpoint)
-            load_checkpoint(place.parent, place.name, optimizer=_plain(self.optimizer), scheduler=self.lr_scheduler)
+            where = (place, None) if is_trainer(place) else (place.parent, place.name)
+            load_checkpoint(*where, optimizer=_plain(self.optimizer), scheduler=self.lr_scheduler)
 
     @override
     def _load_rng_state(self, checkpoint: str | None) -> None:
