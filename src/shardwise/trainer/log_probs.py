@@ -1,0 +1,218 @@
+"""Log-probabilities of targets, entropies and accuracies from a head that is split over the vocabulary.
+
+The logits are made some rows (in backward some classes) at a time, as for the loss in [Note: the loss without logits].
+Backward makes them again. No rank holds the logits of all rows, or more than its part of the head.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.loss.cross_entropy import add_product_, gather_ranks, row_chunks
+from shardwise.runtime.context import Axis
+
+_NUM_LIVE = 4  # tensors as large as a chunk of logits that live at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadFormula:
+    """Function from a head's product to its logits: `softcap * tanh(product * scale / softcap) / temperature`.
+
+    Attributes:
+        softcap: None leaves out the capping.
+        in_float32: whether the product is computed in float32, outside of autocast.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+    in_float32: bool = False
+
+    def dtype_of(self, hidden: Tensor) -> torch.dtype:
+        """Returns the dtype of the product."""
+        kind = hidden.device.type
+        if self.in_float32:
+            return torch.float32
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+    def logits(self, product: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Returns the logits in float32, and their derivative with respect to the product."""
+        scaled = product.float() * self.scale
+        derivative: Tensor | float = self.scale / self.temperature
+        if self.softcap is not None:
+            capped = torch.tanh(scaled / self.softcap)
+            scaled, derivative = capped * self.softcap, (1 - capped * capped) * derivative
+        return scaled / self.temperature, derivative
+
+
+class Scores(NamedTuple):
+    """What a head says of each row's target, `[rows]` in float32, the same on every tp rank.
+
+    `log_probs` and `entropy` have gradients. `is_top1` is bool. What was not asked for is None.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None
+    log_sum_sq_probs: Tensor | None
+    mean_logits: Tensor | None
+    is_top1: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """Request for the scores of some rows.
+
+    Attributes:
+        target: int `[rows]`, the same on every tp rank.
+        fields: fields of `Scores` that are asked for; `log_probs` always is.
+    """
+
+    target: Tensor
+    formula: HeadFormula
+    fields: tuple[str, ...] = ()
+
+    def score(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, axis: Axis, num_classes: int) -> Scores:
+        """Returns the scores of the logits that a head makes of `hidden`.
+
+        Args:
+            hidden: `[rows, features]`, the same on every rank of `axis`.
+            weight: `[classes, features]`, per rank `[classes of this rank, features]` in the order of `torch.chunk`.
+            bias: `[classes]`, split alike.
+
+        Communicates: over `axis`, one all-gather of three to seven values per row and rank in forward. The gradient of
+        `hidden` is partial.
+        """
+        start = sum(axis.even_sizes(num_classes)[: axis.coord])
+        return Scores(*_Score.apply(hidden, weight, bias, self, axis, start, num_classes))
+
+    def statistics(self, logits: Tensor, position: Tensor) -> dict[str, Tensor]:
+        """Returns this rank's statistics of some rows, each `[rows]`.
+
+        Args:
+            logits: float32 `[rows, classes of this rank]`.
+            position: index of each target among this rank's classes; outside of them on other ranks.
+        """
+        lowest, width = torch.finfo(logits.dtype).min, logits.shape[-1]
+        nothing = logits.new_zeros(logits.shape[:1])
+        if not width:
+            sums = dict.fromkeys(("sum", "target", *_STATISTICS.values()), nothing)
+            return sums | {"max": nothing + lowest, "before": nothing + lowest}
+        largest = logits.amax(-1).clamp(min=lowest)
+        relative = logits - largest.unsqueeze(-1)
+        powers = relative.exp()
+        is_own = (position >= 0) & (position < width)
+        picked = logits.gather(-1, position.clamp(0, width - 1).unsqueeze(-1)).squeeze(-1)
+        found = {"max": largest, "sum": powers.sum(-1), "target": torch.where(is_own, picked, 0.0)}
+        if "mean_logits" in self.fields:
+            found["total"] = logits.sum(-1)
+        if "is_top1" in self.fields:  # of equal logits the first counts, as for argmax
+            later = torch.arange(width, device=logits.device) >= position.unsqueeze(-1)
+            found["before"] = logits.masked_fill(later, lowest).amax(-1)
+        if "entropy" in self.fields:
+            found["weighted"] = (relative * powers).sum(-1)
+        if "log_sum_sq_probs" in self.fields:
+            found["squares"] = (powers * powers).sum(-1)
+        return found
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The statistics that are exchanged."""
+        return ("max", "sum", "target", *(name for field, name in _STATISTICS.items() if field in self.fields))
+
+    def scores(self, parts: dict[str, Tensor], num_classes: int) -> tuple[Scores, Tensor]:
+        """Returns the scores, and log-sum-exps, from all ranks' statistics, each `[ranks, rows]`."""
+        # What a rank sums is relative to its own largest logit; `below` is how far that is below the largest of all.
+        largest = parts["max"].amax(0)
+        below = parts["max"] - largest
+        share = below.exp()
+        total = (parts["sum"] * share).sum(0)
+        log_total = total.log()
+        log_sum_exp, target = largest + log_total, parts["target"].sum(0)
+        entropy = squares = mean = is_top1 = None
+        if "weighted" in parts:
+            entropy = log_total - ((parts["weighted"] + below * parts["sum"]) * share).sum(0) / total
+        if "squares" in parts:
+            squares = (parts["squares"] * share * share).sum(0).log() - 2 * log_total
+        if "total" in parts:
+            mean = parts["total"].sum(0) / num_classes
+        if "before" in parts:
+            is_top1 = (target >= largest) & (target > parts["before"].amax(0))
+        return Scores(target - log_sum_exp, entropy, squares, mean, is_top1), log_sum_exp
+
+
+_STATISTICS = {"entropy": "weighted", "log_sum_sq_probs": "squares", "mean_logits": "total", "is_top1": "before"}
+"""The statistic that a field of `Scores` needs, beside the three of the log-probabilities."""
+
+
+class _Score(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scoring: Scoring,
+        axis: Axis,
+        start: int,
+        num_classes: int,
+    ) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)  # an entropy that is only logged costs no backward
+        ctx.dtype, position = scoring.formula.dtype_of(hidden), scoring.target - start
+        with torch.autocast(hidden.device.type, enabled=False):
+            own, own_bias = weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype)
+            found = []
+            for rows in row_chunks(hidden.shape[0], weight.shape[0] * _NUM_LIVE):
+                logits, _ = scoring.formula.logits(F.linear(hidden[rows].to(ctx.dtype), own, own_bias))
+                statistics = scoring.statistics(logits, position[rows])
+                found.append(torch.stack([statistics[name] for name in scoring.names]))
+                del logits, statistics  # before the next ones are made
+        parts = gather_ranks(torch.cat(found, -1), axis)
+        scores, log_sum_exp = scoring.scores(dict(zip(scoring.names, parts.unbind(1), strict=True)), num_classes)
+        ctx.save_for_backward(hidden, weight, bias, position, log_sum_exp, scores.entropy)
+        ctx.formula = scoring.formula
+        ctx.mark_non_differentiable(*(each for each in scores[2:] if each is not None))
+        return tuple(scores)
+
+    @staticmethod
+    def backward(ctx: Any, by_log_probs: Tensor | None, by_entropy: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        hidden, weight, bias, position, log_sum_exp, entropy = ctx.saved_tensors
+        rows = hidden.to(ctx.dtype)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        # Some classes at a time: what adds up over chunks, in float32, is then as large as the features.
+        total = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
+        by_weight = torch.empty_like(weight) if needs_weight else None
+        by_bias = torch.empty_like(bias) if needs_bias else None
+        for classes in row_chunks(weight.shape[0], hidden.shape[0] * _NUM_LIVE):
+            own = weight[classes].to(ctx.dtype)
+            product = F.linear(rows, own, None if bias is None else bias[classes].to(ctx.dtype))
+            logits, derivative = ctx.formula.logits(product)
+            gradient = _gradient(logits - log_sum_exp.unsqueeze(-1), entropy, by_log_probs, by_entropy)
+            index = position - classes.start
+            is_own = (index >= 0) & (index < gradient.shape[-1])
+            if by_log_probs is not None and gradient.shape[-1]:
+                index = index.clamp(0, gradient.shape[-1] - 1).unsqueeze(-1)
+                gradient.scatter_add_(-1, index, (by_log_probs * is_own).unsqueeze(-1))
+            gradient = gradient.mul_(derivative).to(ctx.dtype)
+            if by_weight is not None:
+                by_weight[classes] = gradient.t() @ rows
+            if by_bias is not None:
+                by_bias[classes] = gradient.sum(0, dtype=torch.float32).to(by_bias.dtype)
+            if total is not None:
+                add_product_(total, gradient, own)
+            del product, logits, derivative, gradient  # before the next ones are made
+        return None if total is None else total.to(hidden.dtype), by_weight, by_bias, None, None, None, None
+
+
+def _gradient(log_p: Tensor, entropy: Tensor | None, by_log_probs: Tensor | None, by_entropy: Tensor | None) -> Tensor:
+    """Returns the gradient of logits whose log-probabilities are `log_p`, without what their targets add."""
+    p = log_p.exp()
+    if by_entropy is None or entropy is None:
+        assert by_log_probs is not None
+        return p.mul_(-by_log_probs.unsqueeze(-1))
+    factor = log_p.add_(entropy.unsqueeze(-1)).mul_(by_entropy.unsqueeze(-1))
+    if by_log_probs is not None:
+        factor += by_log_probs.unsqueeze(-1)
+    return p.mul_(factor).neg_()
