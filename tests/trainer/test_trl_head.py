@@ -16,10 +16,11 @@ import shardwise
 from shardwise.comm.simulated import run_ranks
 from shardwise.errors import UnsupportedError
 from shardwise.loss import cross_entropy
+from shardwise.pipeline.runner import runner_of
 from shardwise.runtime.context import Axis
 from shardwise.trainer import trl as trl_head
 from shardwise.trainer.log_probs import HeadFormula, Scoring
-from shardwise.trainer.trl import fuse_head, replace_fused_head
+from shardwise.trainer.trl import StagedScores, fuse_head, replace_fused_head
 from tests.families import tiny_batch, tiny_model
 from tests.oracle import differing
 
@@ -259,6 +260,69 @@ def in_stages(mesh):
 @pytest.mark.parametrize("layout", ["pp2", "pp2.tp2"])
 def test_a_model_in_stages_scores_on_its_last(on_ranks, layout):
     assert not any(on_ranks(in_stages))
+
+
+def of_scores(mesh, name):
+    """A loss that is made outside of a model in stages, of two calls."""
+    full = models()[name]().train()
+    split = shardwise.parallelize(copy.deepcopy(full), mesh).train()
+    add_fused_lm_head(full, outputs=OUTPUTS)
+    fuse_head(split, outputs=OUTPUTS)
+    scorer, losses = StagedScores(split), []
+    for number, model in enumerate((full, scorer)):
+        loss = 0.0
+        for seed in range(2):
+            batch = tiny_batch(full, rows=4, length=9, seed=seed)
+            batch["labels"][1, :5] = -100
+            weights = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+            own = rows if number else lambda value, _: value
+            output = model(**{key: own(value, mesh) for key, value in batch.items()}, fused_lm_head=True)
+            tokens = output.log_probs.exp() * own(weights, mesh) + output.entropy * own(weights.flip(1), mesh)
+            loss = loss + (seed + 1) * tokens.sum(1).mean()
+            if output.aux_loss is not None:
+                loss = loss + output.aux_loss
+        losses.append(loss)
+    losses[0].backward()
+    scorer.backward(losses[1])
+    gradients, problems = shardwise.full_gradients(split), []
+    for name, parameter in full.named_parameters():
+        allowed = ALLOWED * max(1.0, float(parameter.grad.abs().max()))
+        problems += differing(name, gradients[name], parameter.grad, allowed)
+    return problems
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [("pp2", "llama"), ("pp2", "mixtral, balanced"), ("pp2.tp2", "llama, tied"), ("pp2.ddp2", "llama")],
+)
+def test_losses_made_of_scores_train_a_model_in_stages(on_ranks, layout, name):
+    assert not any(on_ranks(of_scores))
+
+
+def dropped(mesh):
+    """Gradients of the loss in one run of the stages, and of the same loss made of scores, with dropout."""
+    model = tiny_model("llama", vocab_size=VOCABULARY, attention_dropout=0.3)
+    split = shardwise.parallelize(model, mesh).train()
+    fuse_head(split)
+    batch, found = tiny_batch(model, rows=4, length=9), []
+    for model in (split, StagedScores(split)):
+        runner_of(split).num_microbatches = 1 if model is split else None
+        torch.manual_seed(5)
+        output = model(**batch, fused_lm_head=True, num_items_in_batch=7)
+        if model is split:
+            output.loss.backward()
+        else:
+            model.backward(-output.log_probs.sum() / 7)
+        found.append(shardwise.full_gradients(split))
+        split.zero_grad()
+    return [problem for name, value in found[0].items() for problem in differing(name, found[1][name], value, ALLOWED)]
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("layout", ["pp2"])
+def test_both_runs_of_stages_drop_the_same(on_ranks, layout):
+    assert not any(on_ranks(dropped))
 
 
 @pytest.mark.single

@@ -11,14 +11,17 @@ import inspect
 import types
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from shardwise.errors import UnsupportedError
 from shardwise.parameters.registry import entries_of, registry_of
+from shardwise.pipeline.runner import runner_of
 from shardwise.runtime.adapter_facts import find_model, is_adapter
 from shardwise.runtime.context import Axis
+from shardwise.runtime.forward_state import generator_of
 from shardwise.runtime.reading import run_reading
 from shardwise.trainer.log_probs import HeadFormula, Scores, Scoring
 
@@ -66,15 +69,15 @@ def fuse_head(
     """
     registry = registry_of(model)
     model = find_model(model)
-    own = _options_of_trl(model).get("original_forward") or model.forward
     for linear in _linears_of(model, by_vocabulary=registry.plan.tensor.head is not None):
-        linear.forward = types.MethodType(_score_or_project, linear)  # type: ignore[method-assign]
+        _fuse_linear(linear)
+    own = _unbound(model, _options_of_trl(model).get("original_forward") or model.forward)
     formula = dataclasses.replace(_formula_of(model.config), temperature=temperature, in_float32=cast_lm_head_to_fp32)
 
     @functools.wraps(type(model).forward)  # generate() reads the names of its arguments
     def forward(self: nn.Module, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
-            return own(*args, **kwargs)
+            return own(self, *args, **kwargs)
         fused = _Fused(self, formula, outputs)
         if registry.stages is None:
             return run_reading(self, fused, args, kwargs)
@@ -139,17 +142,29 @@ def _formula_of(config: Any) -> HeadFormula:
     return HeadFormula(scale=1.0 if scale is None else scale, softcap=getattr(text, "final_logit_softcapping", None))
 
 
-def _score_or_project(self: nn.Linear, hidden: Tensor, scoring: Scoring | None = None) -> Any:
-    """Forward of a fused head: scores if a `Scoring` is passed, else the head's own output."""
-    if scoring is None:
-        return type(self).forward(self, hidden)
-    entry = entries_of(self)["weight"]
-    axis = entry.registry.context.tp if entry.split is not None else Axis("tp")
+def _fuse_linear(linear: nn.Linear) -> None:
+    """Makes a head return scores where it is passed a `Scoring`, in place."""
+    own = _unbound(linear, linear.forward)
 
-    def score(hidden: Tensor) -> Scores:
-        return scoring.score(hidden, self.weight, self.bias, axis=axis, num_classes=entry.layout.shape[0])
+    def forward(self: nn.Linear, hidden: Tensor, scoring: Scoring | None = None) -> Any:
+        if scoring is None:
+            return own(self, hidden)
+        entry = entries_of(self)["weight"]
+        axis = entry.registry.context.tp if entry.split is not None else Axis("tp")
 
-    return run_reading(self, score, (hidden,), {})
+        def score(hidden: Tensor) -> Scores:
+            return scoring.score(hidden, self.weight, self.bias, axis=axis, num_classes=entry.layout.shape[0])
+
+        return run_reading(self, score, (hidden,), {})
+
+    linear.forward = types.MethodType(forward, linear)  # type: ignore[method-assign]
+
+
+def _unbound(module: nn.Module, forward: Any) -> Any:
+    """Returns a forward of `module` as a function of the module, so that copies of the module run their own."""
+    if getattr(forward, "__self__", None) is module:
+        return forward.__func__
+    return lambda _, *args, **kwargs: forward(*args, **kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +181,7 @@ class _Fused:
         labels: Tensor | None = None,
         shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        score_gradients: tuple[Tensor | None, ...] | None = None,
         **kwargs: Any,
     ) -> FusedCausalLMOutput:
         model, text = self.model, self.model.config.get_text_config()
@@ -192,5 +208,76 @@ class _Fused:
                 backbone.router_logits, text.num_experts, text.num_experts_per_tok, kwargs.get("attention_mask")
             )
             loss = loss + getattr(text, "router_aux_loss_coef", 0.0) * aux_loss
+        if score_gradients is not None:
+            found = zip((*tokens[:2], aux_loss), score_gradients, strict=True)
+            terms = [(value * each).sum() for value, each in found if value is not None and each is not None]
+            loss = torch.stack(terms).sum()
         fields = dict(zip(Scores._fields, tokens, strict=True))
         return FusedCausalLMOutput(loss=loss, **fields, label_mask=mask, aux_loss=aux_loss)
+
+
+def _leaves(output: FusedCausalLMOutput) -> tuple[Tensor | None, ...]:
+    """Returns what has a gradient."""
+    return output.log_probs, output.entropy, output.aux_loss
+
+
+class StagedScores:
+    """A model in stages with a fused head, as TRL's losses call it.
+
+    A loss of TRL is made of log-probabilities outside of the model, and stages cannot wait for it (see [Note: a forward
+    through a pipeline]). So a call scores the rows without gradients. `backward` finds the loss's gradients with
+    respect to the scores, and runs the stages again, forward and backward, with these gradients.
+
+    A batch is not divided where the model has dropout, so that both runs drop the same elements, or balances experts,
+    which is no sum over rows.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._calls: list[tuple[dict[str, Any], Tensor, FusedCausalLMOutput]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, **kwargs: Any) -> Any:
+        """Calls the model. Scores of a fused call with gradients are leaves of a graph.
+
+        Communicates: what a forward of the model does.
+        """
+        if not (kwargs.get("fused_lm_head") and torch.is_grad_enabled()):
+            return self._model(**kwargs)
+        state = self._generator.get_state()
+        with torch.no_grad():
+            output = self._model(**kwargs)
+        for value in _leaves(output):
+            if value is not None:
+                value.requires_grad_()
+        output.loss = None  # a loss is made of the scores
+        self._calls.append((kwargs, state, output))
+        return output
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradients of `loss`, which is made of the outputs of the calls since the last `backward`.
+
+        Communicates: what a training forward of the model does, for each call.
+        """
+        calls, self._calls = self._calls, []
+        loss.backward()
+        runner = runner_of(self._model)
+        assert runner is not None
+        around, asked = self._generator.get_state(), runner.num_microbatches
+        try:
+            for kwargs, state, output in calls:
+                gradients = tuple(None if value is None else value.grad for value in _leaves(output))
+                is_whole = registry_of(self._model).context.has_dropout or output.aux_loss is not None
+                runner.num_microbatches = 1 if is_whole else asked
+                self._generator.set_state(state)
+                sums = {"num_items_in_batch": 1, "score_gradients": gradients}  # the loss is a sum over rows
+                self._model(**{**kwargs, **sums}).loss.backward()
+        finally:
+            self._generator.set_state(around)
+            runner.num_microbatches = asked
+
+    @property
+    def _generator(self) -> torch.Generator:
+        return generator_of(registry_of(self._model).mesh.device)
