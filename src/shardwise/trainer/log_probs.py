@@ -88,63 +88,62 @@ class Scoring:
         start = sum(axis.even_sizes(num_classes)[: axis.coord])
         return Scores(*_Score.apply(hidden, weight, bias, self, axis, start, num_classes))
 
-    def statistics(self, logits: Tensor, position: Tensor) -> dict[str, Tensor]:
-        """Returns this rank's statistics of some rows, each `[rows]`.
+    def statistics(self, logits: Tensor, position: Tensor) -> Tensor:
+        """Returns this rank's statistics of some rows, `[statistics, rows]`, in the order that `combined` reads.
 
         Args:
             logits: float32 `[rows, classes of this rank]`.
             position: index of each target among this rank's classes; outside of them on other ranks.
         """
         lowest, width = torch.finfo(logits.dtype).min, logits.shape[-1]
-        nothing = logits.new_zeros(logits.shape[:1])
         if not width:
-            sums = dict.fromkeys(("sum", "target", *_STATISTICS.values()), nothing)
-            return sums | {"max": nothing + lowest, "before": nothing + lowest}
+            wanted = [
+                lowest,
+                0.0,
+                0.0,
+                *(lowest if name == "is_top1" else 0.0 for name in _OPTIONAL if name in self.fields),
+            ]
+            return logits.new_tensor(wanted).unsqueeze(-1).expand(-1, logits.shape[0])
         largest = logits.amax(-1).clamp(min=lowest)
         relative = logits - largest.unsqueeze(-1)
         powers = relative.exp()
-        is_own = (position >= 0) & (position < width)
         picked = logits.gather(-1, position.clamp(0, width - 1).unsqueeze(-1)).squeeze(-1)
-        found = {"max": largest, "sum": powers.sum(-1), "target": torch.where(is_own, picked, 0.0)}
+        found = [largest, powers.sum(-1), torch.where((position >= 0) & (position < width), picked, 0.0)]
+        if "entropy" in self.fields:
+            found.append((relative * powers).sum(-1))
+        if "log_sum_sq_probs" in self.fields:
+            found.append((powers * powers).sum(-1))
         if "mean_logits" in self.fields:
-            found["total"] = logits.sum(-1)
+            found.append(logits.sum(-1))
         if "is_top1" in self.fields:  # of equal logits the first counts, as for argmax
             later = torch.arange(width, device=logits.device) >= position.unsqueeze(-1)
-            found["before"] = logits.masked_fill(later, lowest).amax(-1)
-        if "entropy" in self.fields:
-            found["weighted"] = (relative * powers).sum(-1)
-        if "log_sum_sq_probs" in self.fields:
-            found["squares"] = (powers * powers).sum(-1)
-        return found
+            found.append(logits.masked_fill(later, lowest).amax(-1))
+        return torch.stack(found)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The statistics that are exchanged."""
-        return ("max", "sum", "target", *(name for field, name in _STATISTICS.items() if field in self.fields))
-
-    def scores(self, parts: dict[str, Tensor], num_classes: int) -> tuple[Scores, Tensor]:
-        """Returns the scores, and log-sum-exps, from all ranks' statistics, each `[ranks, rows]`."""
+    def combined(self, parts: Tensor, num_classes: int) -> tuple[Scores, Tensor]:
+        """Returns the scores, and log-sum-exps, from all ranks' statistics `[ranks, statistics, rows]`."""
         # What a rank sums is relative to its own largest logit; `below` is how far that is below the largest of all.
-        largest = parts["max"].amax(0)
-        below = parts["max"] - largest
+        found = iter(parts.unbind(1))
+        maxima, sums, target = next(found), next(found), next(found).sum(0)
+        largest = maxima.amax(0)
+        below = maxima - largest
         share = below.exp()
-        total = (parts["sum"] * share).sum(0)
+        total = (sums * share).sum(0)
         log_total = total.log()
-        log_sum_exp, target = largest + log_total, parts["target"].sum(0)
         entropy = squares = mean = is_top1 = None
-        if "weighted" in parts:
-            entropy = log_total - ((parts["weighted"] + below * parts["sum"]) * share).sum(0) / total
-        if "squares" in parts:
-            squares = (parts["squares"] * share * share).sum(0).log() - 2 * log_total
-        if "total" in parts:
-            mean = parts["total"].sum(0) / num_classes
-        if "before" in parts:
-            is_top1 = (target >= largest) & (target > parts["before"].amax(0))
+        if "entropy" in self.fields:
+            entropy = log_total - ((next(found) + below * sums) * share).sum(0) / total
+        if "log_sum_sq_probs" in self.fields:
+            squares = (next(found) * share * share).sum(0).log() - 2 * log_total
+        if "mean_logits" in self.fields:
+            mean = next(found).sum(0) / num_classes
+        if "is_top1" in self.fields:
+            is_top1 = (target >= largest) & (target > next(found).amax(0))
+        log_sum_exp = largest + log_total
         return Scores(target - log_sum_exp, entropy, squares, mean, is_top1), log_sum_exp
 
 
-_STATISTICS = {"entropy": "weighted", "log_sum_sq_probs": "squares", "mean_logits": "total", "is_top1": "before"}
-"""The statistic that a field of `Scores` needs, beside the three of the log-probabilities."""
+_OPTIONAL = Scores._fields[1:]
 
 
 class _Score(torch.autograd.Function):
@@ -166,11 +165,9 @@ class _Score(torch.autograd.Function):
             found = []
             for rows in row_chunks(hidden.shape[0], weight.shape[0] * _NUM_LIVE):
                 logits, _ = scoring.formula.logits(F.linear(hidden[rows].to(ctx.dtype), own, own_bias))
-                statistics = scoring.statistics(logits, position[rows])
-                found.append(torch.stack([statistics[name] for name in scoring.names]))
-                del logits, statistics  # before the next ones are made
-        parts = gather_ranks(torch.cat(found, -1), axis)
-        scores, log_sum_exp = scoring.scores(dict(zip(scoring.names, parts.unbind(1), strict=True)), num_classes)
+                found.append(scoring.statistics(logits, position[rows]))
+                del logits  # before the next ones are made
+        scores, log_sum_exp = scoring.combined(gather_ranks(torch.cat(found, -1), axis), num_classes)
         ctx.save_for_backward(hidden, weight, bias, position, log_sum_exp, scores.entropy)
         ctx.formula = scoring.formula
         ctx.mark_non_differentiable(*(each for each in scores[2:] if each is not None))

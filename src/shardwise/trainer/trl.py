@@ -18,10 +18,8 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from shardwise.errors import UnsupportedError
 from shardwise.parameters.registry import entries_of, registry_of
-from shardwise.pipeline.runner import runner_of
 from shardwise.runtime.adapter_facts import find_model, is_adapter
 from shardwise.runtime.context import Axis
-from shardwise.runtime.forward_state import generator_of
 from shardwise.runtime.reading import run_reading
 from shardwise.trainer.log_probs import HeadFormula, Scores, Scoring
 
@@ -31,16 +29,12 @@ _FIELDS = ("loss", *Scores._fields, "label_mask", "aux_loss")
 
 def check_trl() -> None:
     """Raises `UnsupportedError` if TRL's fused head takes or returns something else than the one here."""
-    taken = tuple(inspect.signature(add_fused_lm_head).parameters)[1:]
-    returned = tuple(each.name for each in dataclasses.fields(FusedCausalLMOutput))
-    for name, found, known in (
-        ("trl.trainer.utils.add_fused_lm_head", taken, _OPTIONS),
-        ("trl.trainer.utils.FusedCausalLMOutput", returned, _FIELDS),
-    ):
-        if found != known:
+    known: dict[Any, tuple[str, ...]] = {add_fused_lm_head: ("model", *_OPTIONS), FusedCausalLMOutput: _FIELDS}
+    for each, names in known.items():
+        if (found := tuple(inspect.signature(each).parameters)) != names:
             raise UnsupportedError(
-                f"the installed TRL's {name}",
-                why=f"it has {', '.join(found)}; shardwise.trainer knows {', '.join(known)}",
+                f"trl.trainer.utils.{each.__name__} of the installed TRL",
+                why=f"it has {', '.join(found)}; shardwise.trainer knows {', '.join(names)}",
                 fix="use TRL 1.16, or a newer Shardwise",
             )
 
@@ -128,18 +122,12 @@ def _linears_of(model: Any, *, by_vocabulary: bool) -> list[nn.Linear]:
 def _formula_of(config: Any) -> HeadFormula:
     """Returns the scale and the cap of a model's logits, by the names under which configs have them."""
     text = config.get_text_config()
-    scale = next(
-        (
-            value
-            for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")
-            if (value := getattr(text, name, None)) is not None
-        ),
-        None,
-    )
+    values = [getattr(text, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")]
     scaling = getattr(text, "logits_scaling", None)
-    if scale is None and scaling is not None:
-        scale = scaling if text.model_type == "hyperclovax" else 1 / scaling
-    return HeadFormula(scale=1.0 if scale is None else scale, softcap=getattr(text, "final_logit_softcapping", None))
+    if scaling is not None:
+        values.append(scaling if text.model_type == "hyperclovax" else 1 / scaling)
+    scale = next((value for value in values if value is not None), 1.0)
+    return HeadFormula(scale=scale, softcap=getattr(text, "final_logit_softcapping", None))
 
 
 def _fuse_linear(linear: nn.Linear) -> None:
@@ -181,7 +169,7 @@ class _Fused:
         labels: Tensor | None = None,
         shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        score_gradients: tuple[Tensor | None, ...] | None = None,
+        score_gradients: tuple[Any, ...] | None = None,
         **kwargs: Any,
     ) -> FusedCausalLMOutput:
         model, text = self.model, self.model.config.get_text_config()
@@ -208,76 +196,8 @@ class _Fused:
                 backbone.router_logits, text.num_experts, text.num_experts_per_tok, kwargs.get("attention_mask")
             )
             loss = loss + getattr(text, "router_aux_loss_coef", 0.0) * aux_loss
-        if score_gradients is not None:
+        if score_gradients is not None:  # of `StagedScores`
             found = zip((*tokens[:2], aux_loss), score_gradients, strict=True)
-            terms = [(value * each).sum() for value, each in found if value is not None and each is not None]
-            loss = torch.stack(terms).sum()
+            loss = torch.stack([(value * each).sum() for value, each in found if value is not None]).sum()
         fields = dict(zip(Scores._fields, tokens, strict=True))
         return FusedCausalLMOutput(loss=loss, **fields, label_mask=mask, aux_loss=aux_loss)
-
-
-def _leaves(output: FusedCausalLMOutput) -> tuple[Tensor | None, ...]:
-    """Returns what has a gradient."""
-    return output.log_probs, output.entropy, output.aux_loss
-
-
-class StagedScores:
-    """A model in stages with a fused head, as TRL's losses call it.
-
-    A loss of TRL is made of log-probabilities outside of the model, and stages cannot wait for it (see [Note: a forward
-    through a pipeline]). So a call scores the rows without gradients. `backward` finds the loss's gradients with
-    respect to the scores, and runs the stages again, forward and backward, with these gradients.
-
-    A batch is not divided where the model has dropout, so that both runs drop the same elements, or balances experts,
-    which is no sum over rows.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._calls: list[tuple[dict[str, Any], Tensor, FusedCausalLMOutput]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def __call__(self, **kwargs: Any) -> Any:
-        """Calls the model. Scores of a fused call with gradients are leaves of a graph.
-
-        Communicates: what a forward of the model does.
-        """
-        if not (kwargs.get("fused_lm_head") and torch.is_grad_enabled()):
-            return self._model(**kwargs)
-        state = self._generator.get_state()
-        with torch.no_grad():
-            output = self._model(**kwargs)
-        for value in _leaves(output):
-            if value is not None:
-                value.requires_grad_()
-        output.loss = None  # a loss is made of the scores
-        self._calls.append((kwargs, state, output))
-        return output
-
-    def backward(self, loss: Tensor) -> None:
-        """Adds the gradients of `loss`, which is made of the outputs of the calls since the last `backward`.
-
-        Communicates: what a training forward of the model does, for each call.
-        """
-        calls, self._calls = self._calls, []
-        loss.backward()
-        runner = runner_of(self._model)
-        assert runner is not None
-        around, asked = self._generator.get_state(), runner.num_microbatches
-        try:
-            for kwargs, state, output in calls:
-                gradients = tuple(None if value is None else value.grad for value in _leaves(output))
-                is_whole = registry_of(self._model).context.has_dropout or output.aux_loss is not None
-                runner.num_microbatches = 1 if is_whole else asked
-                self._generator.set_state(state)
-                sums = {"num_items_in_batch": 1, "score_gradients": gradients}  # the loss is a sum over rows
-                self._model(**{**kwargs, **sums}).loss.backward()
-        finally:
-            self._generator.set_state(around)
-            runner.num_microbatches = asked
-
-    @property
-    def _generator(self) -> torch.Generator:
-        return generator_of(registry_of(self._model).mesh.device)
