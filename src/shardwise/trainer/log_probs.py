@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwise.loss.cross_entropy import add_product_, gather_ranks, row_chunks
 from shardwise.runtime.context import Axis
 
-_NUM_LIVE = 4  # tensors as large as a chunk of logits that live at a time
+_NUM_LIVE = 3  # tensors as large as a chunk of logits that live at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +38,23 @@ class HeadFormula:
             return torch.float32
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
-    def logits(self, product: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Returns the logits in float32, and their derivative with respect to the product."""
-        scaled = product.float() * self.scale
-        derivative: Tensor | float = self.scale / self.temperature
+    def logits(self, product: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns the logits in float32, and their derivative with respect to the product; None if it is 1.
+
+        Overwrites `product`.
+        """
+        logits, derivative = product.float(), None
+        if self.scale != 1.0:
+            logits *= self.scale
         if self.softcap is not None:
-            capped = torch.tanh(scaled / self.softcap)
-            scaled, derivative = capped * self.softcap, (1 - capped * capped) * derivative
-        return scaled / self.temperature, derivative
+            logits = logits.div_(self.softcap).tanh_()
+            derivative = 1 - logits * logits
+            logits *= self.softcap
+        if self.temperature != 1.0:
+            logits /= self.temperature
+        if (factor := self.scale / self.temperature) != 1.0:
+            derivative = logits.new_tensor(factor) if derivative is None else derivative.mul_(factor)
+        return logits, derivative
 
 
 class Scores(NamedTuple):
@@ -55,10 +64,10 @@ class Scores(NamedTuple):
     """
 
     log_probs: Tensor
-    entropy: Tensor | None
-    log_sum_sq_probs: Tensor | None
-    mean_logits: Tensor | None
-    is_top1: Tensor | None
+    entropy: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logits: Tensor | None = None
+    is_top1: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,62 +97,64 @@ class Scoring:
         start = sum(axis.even_sizes(num_classes)[: axis.coord])
         return Scores(*_Score.apply(hidden, weight, bias, self, axis, start, num_classes))
 
-    def statistics(self, logits: Tensor, position: Tensor) -> Tensor:
+    def statistics(self, logits: Tensor, start: int, rows: slice) -> Tensor:
         """Returns this rank's statistics of some rows, `[statistics, rows]`, in the order that `combined` reads.
 
         Args:
-            logits: float32 `[rows, classes of this rank]`.
-            position: index of each target among this rank's classes; outside of them on other ranks.
+            logits: float32 `[rows, classes of this rank]`; overwritten.
+            start: this rank's first class.
         """
         lowest, width = torch.finfo(logits.dtype).min, logits.shape[-1]
         if not width:
-            wanted = [
-                lowest,
-                0.0,
-                0.0,
-                *(lowest if name == "is_top1" else 0.0 for name in _OPTIONAL if name in self.fields),
-            ]
-            return logits.new_tensor(wanted).unsqueeze(-1).expand(-1, logits.shape[0])
-        largest = logits.amax(-1).clamp(min=lowest)
-        relative = logits - largest.unsqueeze(-1)
-        powers = relative.exp()
+            return logits.new_tensor([lowest, *[0.0] * (2 + len(self.optional))]).unsqueeze(-1).expand(-1, len(logits))
+        position = self.target[rows] - start
+        is_own = (position >= 0) & (position < width)
         picked = logits.gather(-1, position.clamp(0, width - 1).unsqueeze(-1)).squeeze(-1)
-        found = [largest, powers.sum(-1), torch.where((position >= 0) & (position < width), picked, 0.0)]
-        if "entropy" in self.fields:
-            found.append((relative * powers).sum(-1))
-        if "log_sum_sq_probs" in self.fields:
-            found.append((powers * powers).sum(-1))
-        if "mean_logits" in self.fields:
-            found.append(logits.sum(-1))
-        if "is_top1" in self.fields:  # of equal logits the first counts, as for argmax
-            later = torch.arange(width, device=logits.device) >= position.unsqueeze(-1)
-            found.append(logits.masked_fill(later, lowest).amax(-1))
-        return torch.stack(found)
+        optional = {}
+        if "is_top1" in self.optional:
+            largest, index = logits.max(-1)  # the first of equal ones, as for argmax
+            optional["is_top1"] = (index + start).float()
+        else:
+            largest = logits.amax(-1)
+        if "mean_logits" in self.optional:
+            optional["mean_logits"] = logits.sum(-1)
+        largest = largest.clamp_(min=lowest)
+        logits -= largest.unsqueeze(-1)
+        powers = logits.exp() if "entropy" in self.optional else logits.exp_()
+        total = powers.sum(-1)
+        if "entropy" in self.optional:
+            optional["entropy"] = logits.mul_(powers).sum(-1)
+        if "log_sum_sq_probs" in self.optional:
+            optional["log_sum_sq_probs"] = powers.square_().sum(-1)
+        return torch.stack(
+            [largest, total, torch.where(is_own, picked, 0.0), *(optional[name] for name in self.optional)]
+        )
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """The fields that are asked for, without `log_probs`."""
+        return tuple(name for name in Scores._fields[1:] if name in self.fields)
 
     def combined(self, parts: Tensor, num_classes: int) -> tuple[Scores, Tensor]:
         """Returns the scores, and log-sum-exps, from all ranks' statistics `[ranks, statistics, rows]`."""
         # What a rank sums is relative to its own largest logit; `below` is how far that is below the largest of all.
-        found = iter(parts.unbind(1))
-        maxima, sums, target = next(found), next(found), next(found).sum(0)
-        largest = maxima.amax(0)
+        maxima, sums, target, *others = parts.unbind(1)
+        largest, owner = maxima.max(0)
         below = maxima - largest
         share = below.exp()
         total = (sums * share).sum(0)
         log_total = total.log()
-        entropy = squares = mean = is_top1 = None
-        if "entropy" in self.fields:
-            entropy = log_total - ((next(found) + below * sums) * share).sum(0) / total
-        if "log_sum_sq_probs" in self.fields:
-            squares = (next(found) * share * share).sum(0).log() - 2 * log_total
-        if "mean_logits" in self.fields:
-            mean = next(found).sum(0) / num_classes
-        if "is_top1" in self.fields:
-            is_top1 = (target >= largest) & (target > next(found).amax(0))
         log_sum_exp = largest + log_total
-        return Scores(target - log_sum_exp, entropy, squares, mean, is_top1), log_sum_exp
-
-
-_OPTIONAL = Scores._fields[1:]
+        fields = dict(zip(self.optional, others, strict=True))
+        if (weighted := fields.get("entropy")) is not None:
+            fields["entropy"] = log_total - ((weighted + below * sums) * share).sum(0) / total
+        if (squares := fields.get("log_sum_sq_probs")) is not None:
+            fields["log_sum_sq_probs"] = (squares * share * share).sum(0).log() - 2 * log_total
+        if (logits := fields.get("mean_logits")) is not None:
+            fields["mean_logits"] = logits.sum(0) / num_classes
+        if (index := fields.get("is_top1")) is not None:
+            fields["is_top1"] = index.gather(0, owner.unsqueeze(0)).squeeze(0) == self.target
+        return Scores(target.sum(0) - log_sum_exp, **fields), log_sum_exp
 
 
 class _Score(torch.autograd.Function):
@@ -159,16 +170,16 @@ class _Score(torch.autograd.Function):
         num_classes: int,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)  # an entropy that is only logged costs no backward
-        ctx.dtype, position = scoring.formula.dtype_of(hidden), scoring.target - start
+        ctx.dtype = scoring.formula.dtype_of(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
             own, own_bias = weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype)
             found = []
             for rows in row_chunks(hidden.shape[0], weight.shape[0] * _NUM_LIVE):
                 logits, _ = scoring.formula.logits(F.linear(hidden[rows].to(ctx.dtype), own, own_bias))
-                found.append(scoring.statistics(logits, position[rows]))
+                found.append(scoring.statistics(logits, start, rows))
                 del logits  # before the next ones are made
         scores, log_sum_exp = scoring.combined(gather_ranks(torch.cat(found, -1), axis), num_classes)
-        ctx.save_for_backward(hidden, weight, bias, position, log_sum_exp, scores.entropy)
+        ctx.save_for_backward(hidden, weight, bias, scoring.target - start, log_sum_exp, scores.entropy)
         ctx.formula = scoring.formula
         ctx.mark_non_differentiable(*(each for each in scores[2:] if each is not None))
         return tuple(scores)
@@ -186,14 +197,16 @@ class _Score(torch.autograd.Function):
             own = weight[classes].to(ctx.dtype)
             product = F.linear(rows, own, None if bias is None else bias[classes].to(ctx.dtype))
             logits, derivative = ctx.formula.logits(product)
-            gradient = _gradient(logits - log_sum_exp.unsqueeze(-1), entropy, by_log_probs, by_entropy)
+            gradient = _gradient(logits.sub_(log_sum_exp.unsqueeze(-1)), entropy, by_log_probs, by_entropy)
             index = position - classes.start
             is_own = (index >= 0) & (index < gradient.shape[-1])
             if by_log_probs is not None and gradient.shape[-1]:
                 index = index.clamp(0, gradient.shape[-1] - 1).unsqueeze(-1)
                 gradient.scatter_add_(-1, index, (by_log_probs * is_own).unsqueeze(-1))
-            gradient = gradient.mul_(derivative).to(ctx.dtype)
-            if by_weight is not None:
+            gradient = (gradient if derivative is None else gradient.mul_(derivative)).to(ctx.dtype)
+            if by_weight is not None and by_weight.dtype == ctx.dtype:
+                torch.mm(gradient.t(), rows, out=by_weight[classes])
+            elif by_weight is not None:
                 by_weight[classes] = gradient.t() @ rows
             if by_bias is not None:
                 by_bias[classes] = gradient.sum(0, dtype=torch.float32).to(by_bias.dtype)
@@ -204,11 +217,14 @@ class _Score(torch.autograd.Function):
 
 
 def _gradient(log_p: Tensor, entropy: Tensor | None, by_log_probs: Tensor | None, by_entropy: Tensor | None) -> Tensor:
-    """Returns the gradient of logits whose log-probabilities are `log_p`, without what their targets add."""
-    p = log_p.exp()
+    """Returns the gradient of logits whose log-probabilities are `log_p`, without what their targets add.
+
+    Overwrites `log_p`.
+    """
     if by_entropy is None or entropy is None:
         assert by_log_probs is not None
-        return p.mul_(-by_log_probs.unsqueeze(-1))
+        return log_p.exp_().mul_(-by_log_probs.unsqueeze(-1))
+    p = log_p.exp()
     factor = log_p.add_(entropy.unsqueeze(-1)).mul_(by_entropy.unsqueeze(-1))
     if by_log_probs is not None:
         factor += by_log_probs.unsqueeze(-1)
