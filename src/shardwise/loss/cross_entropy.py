@@ -226,7 +226,7 @@ _ALL = slice(None)
 class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: _Targets, axis: Axis) -> Tensor:
-        losses, log_total = targets.losses(_all_gathered(targets.sums(_own_float(logits), _ALL), axis))
+        losses, log_total = targets.losses(gather_ranks(targets.sums(_own_float(logits), _ALL), axis))
         # Of the vocabulary-sized tensors only the logits are kept; the softmax is recomputed in backward.
         ctx.save_for_backward(logits, log_total)
         ctx.targets = targets
@@ -243,11 +243,11 @@ class _HeadCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: _Targets, axis: Axis, steps: Steps
     ) -> Tensor:
-        chunks = _chunks(hidden.shape[0], weight.shape[0] * (1 + len(steps)))  # each step keeps something
+        chunks = row_chunks(hidden.shape[0], weight.shape[0] * (1 + len(steps)))  # each step keeps something
         sums = [
             targets.sums(_own_float(_stepped(steps, F.linear(hidden[rows], weight, bias))), rows) for rows in chunks
         ]
-        losses, log_total = targets.losses(_all_gathered(torch.cat(sums, -1), axis))
+        losses, log_total = targets.losses(gather_ranks(torch.cat(sums, -1), axis))
         ctx.save_for_backward(hidden, weight, bias, log_total)
         ctx.targets, ctx.steps = targets, steps
         return losses
@@ -262,7 +262,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
         width = 1 + len(ctx.steps)
         if by_weight is None and by_bias is None:
             assert by_hidden is not None
-            for rows in _chunks(hidden.shape[0], weight.shape[0] * width):
+            for rows in row_chunks(hidden.shape[0], weight.shape[0] * width):
                 logits = F.linear(hidden[rows], weight, bias)
                 gradient = _through(ctx.steps, logits, ctx.targets, log_total, incoming, rows)
                 torch.mm(gradient, weight, out=by_hidden[rows])
@@ -270,7 +270,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
             return by_hidden, None, None, None, None, None
         # Some classes at a time: what adds up over chunks, in float32, is then as large as the features.
         total = torch.zeros_like(hidden, dtype=torch.float32) if by_hidden is not None else None
-        for classes in _chunks(weight.shape[0], hidden.shape[0] * width):
+        for classes in row_chunks(weight.shape[0], hidden.shape[0] * width):
             logits = F.linear(hidden, weight[classes], None if bias is None else bias[classes])
             gradient = _through(ctx.steps, logits, ctx.targets.among(classes), log_total, incoming, _ALL)
             if by_weight is not None:
@@ -278,7 +278,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
             if by_bias is not None:
                 by_bias[classes] = gradient.sum(0, dtype=torch.float32)
             if total is not None:
-                _add_product_(total, gradient, weight[classes])
+                add_product_(total, gradient, weight[classes])
             del logits, gradient  # before the next ones are made
         by_hidden = None if total is None else total.to(hidden.dtype)
         return by_hidden, by_weight, by_bias, None, None, None
@@ -298,7 +298,7 @@ def _through(
     return gradient
 
 
-def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Adds `left @ right` to `total` in float32."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
@@ -306,8 +306,8 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _chunks(num_rows: int, width: int) -> list[slice]:
-    """Slices of equal length, of at most `CHUNK_ELEMENTS` elements each, that cover all rows (or classes)."""
+def row_chunks(num_rows: int, width: int) -> list[slice]:
+    """Returns slices of equal length that cover all rows (or classes), of at most `CHUNK_ELEMENTS` elements each."""
     count = max(1, -(-num_rows // max(1, CHUNK_ELEMENTS // max(1, width))))
     size = max(1, -(-num_rows // count))
     return [slice(start, min(start + size, num_rows)) for start in range(0, max(1, num_rows), size)]
@@ -324,7 +324,7 @@ def _own_float(values: Tensor) -> Tensor:
     return values.to(torch.float32, copy=True)
 
 
-def _all_gathered(x: Tensor, axis: Axis) -> Tensor:
+def gather_ranks(x: Tensor, axis: Axis) -> Tensor:
     """Returns every rank's `x`, `[ranks, *x.shape]`."""
     if axis.group is None:
         return x.unsqueeze(0)

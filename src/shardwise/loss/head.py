@@ -127,7 +127,9 @@ def install_head(head: nn.Module, vocabulary_size: int, context: SplitContext) -
     def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (copy_to_region(args[0], axis.group), *args[1:])
 
-    def leave(module: nn.Module, args: Any, local: Tensor) -> Tensor:
+    def leave(module: nn.Module, args: Any, local: Any) -> Any:
+        if not isinstance(local, Tensor):  # scores of tokens, which the ranks have computed together
+            return local
         if not context.state.keep_logits_split:
             return gather_full(local, axis.group, dim=local.ndim - 1, sizes=axis.even_sizes(vocabulary_size))
         if context.state.loss_mode is None:

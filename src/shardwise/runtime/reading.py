@@ -123,13 +123,18 @@ class ReadsInForward:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module's own forward."""
-        own: Callable[..., Any] = super().forward  # type: ignore[misc]
-        if self._dtype is not None:
-            args, kwargs = cast_values(args, self._dtype), cast_values(kwargs, self._dtype)
-        with ExitStack() as stack:
-            for reading in self._readings:
-                stack.enter_context(reading.under_way())
-            return own(*args, **kwargs)
+        return run_reading(self, super().forward, args, kwargs)  # type: ignore[misc]
+
+
+def run_reading(module: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls `function` in place of the module's own forward: inputs are cast, parameters read in another form."""
+    dtype: torch.dtype | None = getattr(module, "_dtype", None)
+    if dtype is not None:
+        args, kwargs = cast_values(args, dtype), cast_values(kwargs, dtype)
+    with ExitStack() as stack:
+        for reading in getattr(module, "_readings", ()):
+            stack.enter_context(reading.under_way())
+        return function(*args, **kwargs)
 
 
 def read_in_forward(module: nn.Module, names: Iterable[str], read: Read) -> None:
