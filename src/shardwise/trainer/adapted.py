@@ -14,6 +14,7 @@ ranks is another number than the loss of one process. So such a loss is weighted
 
 import functools
 import inspect
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -67,7 +68,6 @@ class SplitTrainer(SavesSplitModels):
     def __init__(
         self,
         model: Any = None,
-        args: Any = None,
         *others: Any,
         layout: str | None = None,
         auto_class: Any = None,
@@ -76,6 +76,8 @@ class SplitTrainer(SavesSplitModels):
         **options: Any,
     ) -> None:
         asked = {name: options.pop(name) for name in list(options) if name in ParallelSpec.__dataclass_fields__}
+        init = super().__init__
+        args = inspect.signature(init).bind_partial(model, *others, **options).arguments.get("args")
         if layout is not None:
             model = _split(model, layout, auto_class, asked, args)
         elif asked or auto_class is not None:
@@ -89,7 +91,7 @@ class SplitTrainer(SavesSplitModels):
         self._steps: dict[int, TrainStep] = {}
         if self._mesh is not None:
             _check_arguments(args, model)
-        super().__init__(model, args, *others, **options)
+        init(model, *others, **options)
         if self._mesh is not None:
             self._check_pipeline()
 
@@ -167,14 +169,14 @@ class SplitTrainer(SavesSplitModels):
 
     def _own_part(self, batch: Any, rows: tuple[int, int] | None) -> Any:
         """Returns a batch without copies of rows. A rank without rows keeps one, whose labels count nothing."""
-        if rows is None or not isinstance(batch, Mapping):
+        if rows is None or self._mesh is None or not isinstance(batch, Mapping):
             return batch
-        own, held = rows[0], _num_rows(batch)
-        if own == held or held == 0:
+        own, held, dealt = rows[0], _num_rows(batch), math.ceil(rows[1] / self._mesh.data_size)
+        if own == dealt or held % dealt:
             return batch
         if self._is_pipeline:
             return self._unlabeled(batch, own)  # rows must divide into microbatches
-        cut = {name: _cut(value, held, max(own, 1)) for name, value in batch.items()}
+        cut = {name: _cut(value, held, dealt, max(own, 1)) for name, value in batch.items()}
         return self._unlabeled(cut, 0) if own == 0 and self._takes_num_items else cut
 
     def _unlabeled(self, batch: Mapping[str, Any], first: int) -> dict[str, Any]:
@@ -434,12 +436,15 @@ def _num_rows(batch: Mapping[str, Any]) -> int:
     return next((value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.ndim), 0)
 
 
-def _cut(value: Any, held: int, kept: int) -> Any:
-    """Returns the first `kept` rows of what has `held` rows."""
+def _cut(value: Any, held: int, dealt: int, kept: int) -> Any:
+    """Returns the rows of the first `kept` of `dealt` examples, of what has `held` rows. An example of a preference has
+    two rows, in two runs.
+    """
     if isinstance(value, Mapping):
-        return {name: _cut(each, held, kept) for name, each in value.items()}
-    has_rows = isinstance(value, Tensor) and value.ndim and value.shape[0] == held
-    return value[:kept] if has_rows or (isinstance(value, list) and len(value) == held) else value
+        return {name: _cut(each, held, dealt, kept) for name, each in value.items()}
+    if isinstance(value, Tensor) and value.ndim and value.shape[0] == held:
+        return value.view(held // dealt, dealt, *value.shape[1:])[:, :kept].flatten(0, 1)
+    return value[:kept] if isinstance(value, list) and len(value) == dealt else value
 
 
 def _refilled(value: Any, kept: int, held: int) -> Any:
