@@ -179,6 +179,15 @@ class SplitTrainer(SavesSplitModels):
         cut = {name: _cut(value, held, dealt, max(own, 1)) for name, value in batch.items()}
         return self._unlabeled(cut, 0) if own == 0 and self._takes_num_items else cut
 
+    @override
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """Counts the tokens of all data ranks' rows, without copies."""
+        if self._rows is not None and self._mesh is not None:
+            own, dealt = min(self._rows[0], _num_rows(inputs)), math.ceil(self._rows[1] / self._mesh.data_size)
+            held = _num_rows(inputs)
+            inputs = {name: _cut(value, held, min(held, dealt), own) for name, value in inputs.items()}
+        super()._track_num_input_tokens(inputs)
+
     def _unlabeled(self, batch: Mapping[str, Any], first: int) -> dict[str, Any]:
         """Returns a batch whose rows from `first` on have no targets."""
         changed = dict(batch)
@@ -426,6 +435,12 @@ def _check_arguments(args: Any, model: nn.Module) -> None:
     }
     if shape.world_size == 1:
         del asked["auto_find_batch_size"]
+    if shape.data_size > 1 and not getattr(args, "average_tokens_across_devices", True):
+        raise UnsupportedError(
+            f"average_tokens_across_devices=False over {shape}",
+            why="the loss is the mean over the targets of all data ranks, as in one process",
+            fix="leave it out",
+        )
     for name, (why, fix) in asked.items():
         if getattr(args, name, None):
             raise UnsupportedError(f"{name}={getattr(args, name)!r} with a split model", why=why, fix=fix)

@@ -1,0 +1,210 @@
+"""Each touch of a Trainer on a split model: rows, losses of one's own, optimizers, precision, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+
+import pytest
+import torch
+import transformers
+from torch.utils.data import IterableDataset
+
+import shardwise
+from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.parameters.replicas import find_unequal_replicas
+from shardwise.trainer import Trainer, adapt
+from shardwise.trainer.adapt import check_overridden
+from shardwise.trainer.adapted import SplitTrainer
+from shardwise.trainer.rows import num_own_rows, own_part
+from tests.trainer.modules import Rows, arguments, build, curve, split_trainer
+
+pytestmark = pytest.mark.spawn
+
+
+def own_loss(output, labels, num_items_in_batch=None):
+    """Half of the usual one."""
+    logits, targets = output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return 0.5 * torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+
+class OfRows(transformers.Trainer):
+    """A loss that is a mean over rows, and not over targets."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        output = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        loss = output.logits.float().logsumexp(-1).mean()
+        return (loss, output) if return_outputs else loss
+
+
+class Streamed(IterableDataset):
+    def __init__(self, family, number):
+        self.rows = Rows(family, number)
+
+    def __iter__(self):
+        return (self.rows[row] for row in range(len(self.rows)))
+
+
+# By name: options of the arguments, and what else the Trainer is given; "rows": what makes the data.
+OPTIONS = {
+    "label_smoothing": ({"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2}, {}),
+    "compute_loss_func": ({}, {"compute_loss_func": own_loss}),
+    "subclass": ({"gradient_accumulation_steps": 2}, {"trainer": OfRows}),
+    "no_clipping": ({"max_grad_norm": 0.0, "include_num_input_tokens_seen": "all"}, {}),
+    "sgd": ({"optim": "sgd"}, {}),
+    "adagrad": ({"optim": "adagrad", "lr_scheduler_type": "cosine", "warmup_steps": 2}, {}),
+    "checkpointing": ({"activation_checkpointing": True}, {}),
+    "workers": ({"dataloader_num_workers": 2}, {}),
+    "streamed": ({}, {"rows": Streamed}),
+    "split_batches": ({"accelerator_config": {"split_batches": True}}, {}),
+    "dropped_last": ({"dataloader_drop_last": True}, {}),
+}
+
+
+def train(mesh, option, directory):
+    options, beside = OPTIONS[option]
+    beside = dict(beside)
+    kind, rows = adapt(beside.pop("trainer", transformers.Trainer)), beside.pop("rows", Rows)
+    split = 1 if "accelerator_config" in options else mesh.data_size
+    given = arguments(directory, split, max_steps=6, **options)
+    run = kind(shardwise.parallelize(build("llama"), mesh), given, train_dataset=rows("llama", 13), **beside)
+    run.train()
+    assert not find_unequal_replicas(run.model)
+    return curve(run), run.state.num_input_tokens_seen, run.state.total_flos
+
+
+@functools.cache
+def unsplit(option):
+    options, beside = OPTIONS[option]
+    beside = dict(beside)
+    kind, rows = beside.pop("trainer", transformers.Trainer), beside.pop("rows", Rows)
+    with tempfile.TemporaryDirectory() as directory:
+        given = arguments(directory, max_steps=6, **options)
+        run = kind(build("llama"), given, train_dataset=rows("llama", 13), **beside)
+        run.train()
+    return curve(run), run.state.num_input_tokens_seen
+
+
+@pytest.mark.parametrize(
+    ("layout", "option"),
+    [
+        *(("fsdp2", option) for option in OPTIONS),
+        *(("tp2", option) for option in ("label_smoothing", "subclass", "no_clipping", "checkpointing", "streamed")),
+        *(("pp2", option) for option in ("no_clipping", "checkpointing", "sgd", "streamed")),
+    ],
+)
+def test_every_option_does_what_it_does_in_one_process(on_ranks, tmp_path, layout, option):
+    wanted, num_tokens = unsplit(option)
+    for found, seen, flos in on_ranks(train, directory=str(tmp_path)):
+        assert [each for pair in found for each in pair] == pytest.approx(
+            [each for pair in wanted for each in pair], rel=1e-5, abs=1e-5
+        )
+        assert seen == num_tokens
+        assert flos > 0
+
+
+def read_rows(mesh, sampling, directory):
+    """The rows of an epoch that this rank reads, after random numbers of its own."""
+    torch.manual_seed(mesh.rank)
+    run = split_trainer(mesh, "llama", directory, train_sampling_strategy=sampling)
+    torch.manual_seed(mesh.rank)
+    loader = run.get_train_dataloader()
+    known = {
+        tuple(row["input_ids"].tolist()): number
+        for number, row in enumerate(map(Rows("llama", 13).__getitem__, range(13)))
+    }
+    return mesh.data_rank, [[known[tuple(row)] for row in batch["input_ids"].tolist()] for batch in loader]
+
+
+@pytest.mark.parametrize("sampling", ["random", "group_by_length", "sequential"])
+@pytest.mark.parametrize("layout", ["fsdp2.tp2"])
+def test_rows_are_dealt_by_data_rank(on_ranks, tmp_path, layout, sampling):
+    read = on_ranks(read_rows, directory=str(tmp_path))
+    by_rank = dict(read)
+    assert all(batches == by_rank[rank] for rank, batches in read), "tp ranks read the same rows"
+    order = [row for pair in zip(by_rank[0], by_rank[1], strict=True) for batch in pair for row in batch]
+    assert sorted(order[:13]) == list(range(13))
+    assert order[13:] == [order[12]], "the last batch has one row, and a copy"
+
+
+def noise(mesh, directory):
+    run = split_trainer(mesh, "llama", directory, neftune_noise_alpha=5.0, bf16=True, max_steps=2)
+    run.train()
+    return find_unequal_replicas(run.model), curve(run)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_noise_and_bfloat16_leave_copies_equal(on_ranks, tmp_path, layout):
+    (unequal, first), *others = on_ranks(noise, directory=str(tmp_path))
+    assert not unequal
+    assert all(found == first for _, found in others)
+
+
+def from_a_path(mesh, directory):
+    """With `layout`, in processes whose groups accelerate has opened."""
+    given = arguments(directory, max_steps=2, activation_checkpointing=True)
+    run = Trainer(f"{directory}/model", given, train_dataset=Rows("llama", 8), layout="tp2", sequence_parallel=True)
+    run.train()
+    return curve(run)
+
+
+@pytest.mark.parametrize("layout", ["tp2"])
+def test_a_path_and_a_layout(on_ranks, tmp_path, layout):
+    build("llama").save_pretrained(tmp_path / "model")
+    given = arguments(tmp_path, max_steps=2)
+    run = transformers.Trainer(build("llama"), given, train_dataset=Rows("llama", 8))
+    run.train()
+    for found in on_ranks(from_a_path, directory=str(tmp_path)):
+        assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in curve(run)], abs=1e-5)
+
+
+def refused(mesh, options, beside, directory):
+    with pytest.raises(UnsupportedError) as raised:
+        split_trainer(mesh, "llama", directory, max_steps=2, beside=beside, **options).train()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "beside", "words"),
+    [
+        ("fsdp2", {"auto_find_batch_size": True}, {}, "auto_find_batch_size=True"),
+        ("fsdp2", {"average_tokens_across_devices": False}, {}, "average_tokens_across_devices=False"),
+        ("fsdp2", {"train_sampling_strategy": "batch_rebalance"}, {}, "batch_rebalance"),
+        ("fsdp2", {"optim": "adafactor"}, {}, "Adafactor"),
+        ("fsdp2", {"accelerator_config": {"dispatch_batches": True}}, {}, "dispatch_batches=True"),
+        ("pp2", {"label_smoothing_factor": 0.1}, {}, "loss of Trainer's own"),
+        ("pp2", {}, {"compute_loss_func": own_loss}, "loss of Trainer's own"),
+    ],
+)
+def test_what_cannot_be_is_one_error(on_ranks, tmp_path, layout, options, beside, words):
+    assert all(words in text for text in on_ranks(refused, directory=str(tmp_path)))
+
+
+@pytest.mark.single
+def test_wrong_arguments_of_the_adapter():
+    with pytest.raises(TypeError, match="subclass of transformers.Trainer"):
+        adapt(torch.nn.Linear)
+    with pytest.raises(ConfigError, match="sequence_parallel= without a layout"):
+        Trainer(build("llama"), sequence_parallel=True)
+    assert adapt(Trainer) is Trainer
+    assert adapt(OfRows) is adapt(OfRows)
+
+
+@pytest.mark.single
+def test_an_overridden_method_that_changes_is_an_error_with_its_name():
+    class Renamed:
+        pass
+
+    with pytest.raises(UnsupportedError, match="Renamed"):
+        check_overridden(SplitTrainer, Renamed)
+
+
+@pytest.mark.single
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 2), (3, 2), (4, 2), (5, 4), (8, 4)])
+def test_parts_hold_each_row_once_and_then_copies(num_rows, size):
+    rows = list(range(num_rows))
+    parts = [own_part(rows, size, rank) for rank in range(size)]
+    assert len({len(part) for part in parts}) == 1
+    assert [row for part in parts for row in part][:num_rows] == rows
+    kept = [part[: num_own_rows(num_rows, size, rank)] for rank, part in enumerate(parts)]
+    assert [row for part in kept for row in part] == rows
