@@ -712,7 +712,7 @@ def test_a_text_that_is_null_is_an_error(origin, tmp_path):
     run["data"] = {"path": str(tmp_path / "d.jsonl")}
     with pytest.raises(LoadError, match="'response' holds nothing"):
         train(config_of({**run, "batch_size": 1}))
-    for last, says in ((None, "there is no 'response'"), ("", "the response is empty")):  # before it is read
+    for last, says in ((None, "'response' holds nothing"), ("", "the response is empty")):  # before it is read
         write_lines(tmp_path / "d.jsonl", [{"prompt": "a", "response": "b"}] * 8 + [{"prompt": "a", "response": last}])
         assert says in str(check_run(config_of(run)))
 
