@@ -91,6 +91,7 @@ DAMAGE = {
     "a missing file": (lambda root: (root / "step-2" / TENSORS).unlink(), f"lacks {TENSORS}"),
     "from the future": (lambda root: change(root, "manifest.json", version=2), "version 2 of the format"),
     "another format": (lambda root: change(root, "manifest.json", format="x"), "not the manifest of a checkpoint"),
+    "a list": (lambda root: (root / "step-2" / "manifest.json").write_text("[]"), "not the manifest of a checkpoint"),
     "a gap": (gap, "model.norm.weight is not complete"),
     "nothing": (lambda root: shutil.rmtree(root / "step-2"), "there is no complete checkpoint"),
 }

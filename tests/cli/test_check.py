@@ -51,6 +51,7 @@ def test_tensor_parallelism_across_machines_is_a_warning(run, capsys):
     for number, warned in (("2", ""), ("3", "warning: tp2 crosses machines of 3 ranks: ranks 2 to 3 communicate in")):
         assert main([*words, "--world-size", "4", "--ranks-per-machine", number]) == 0
         assert capsys.readouterr().err.startswith(warned)
+    assert main([*words, "--ranks-per-machine", "0"]) == 1
 
 
 def test_an_optimizer_that_reads_matrices_as_a_whole_is_a_problem_where_they_are_split(run, capsys):
@@ -95,7 +96,7 @@ def test_problems_of_every_kind_are_listed_at_once(run, tmp_path, capsys):
         ("model.config.model_type=lama", "did you mean 'llama'"),
         ("model.tokenizer=./nowhere", "nothing can be loaded from './nowhere'"),
         ("optimizer.options.beta=1", "unexpected keyword argument 'beta'"),
-        ("optimizer.name=LBFGS", "optimizer: LBFGS on parameters of this split model"),
+        ("optimizer.name=LBFGS", "optimizer: LBFGS computes the loss several times a step"),
         ("optimizer.name=torch.optim.SDG", "no optimizer class"),
         ("recompute={mode: full, modules: [model.layers.*.mpl]}", "model: Recompute pattern"),
         (
@@ -104,6 +105,13 @@ def test_problems_of_every_kind_are_listed_at_once(run, tmp_path, capsys):
         ),
         ("optimizer.options={betas: 3}", "'int' object is not subscriptable"),
         ("optimizer.groups=[{max_dims: 1, weight_deca: 0}]", "AdamW has no argument 'weight_deca' (did"),
+        ("optimizer.groups=[{max_dims: 1, lr: fast}]", "optimizer: AdamW cannot be built with these options"),
+        ("adapter={target_modules: '[q_proj'}", "unterminated character set"),
+        ("adapter={target_modules: [q_proj, v_prj]}", "target_modules: no module is called 'v_prj' (did you mean"),
+        ("adapter={target_modules: [q_proj], modules_to_save: [norms]}", "no module is called 'norms'"),
+        ("adapter={target_modules: [q_proj], peft_type: IA3}", "adapter.peft_type is IA3; a run trains LORA"),
+        ("adapter={target_modules: [q_proj], task_type: SEQ_CLS}", "is SEQ_CLS; a run trains CAUSAL_LM"),
+        ("checkpoint={dir: saved, change: [optimiser.lr]}", "no key 'optimiser.lr' (did you mean 'optimizer"),
         ("adapter={target_modules: nothing}", "adapter: the adapter does not fit LlamaForCausalLM"),
         (f"data={{path: {'x' * 300}, seq_length: 8}}", "data.path: cannot read xxx"),
         ("data.state=nowhere.json", "data.state: cannot read nowhere.json"),

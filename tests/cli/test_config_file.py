@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
@@ -121,6 +122,7 @@ def test_a_misspelt_key_does_not_also_count_as_missing(tmp_path):
         ("pipeline.schedule=1f1b2", "pipeline", "configures the pp axis"),
         ("data.seq_length=1", "data.seq_length", "at least 2"),
         ("seed=-1", "seed", "greater than or equal to 0"),
+        ("recompute=true", "recompute", "not True; expected: the keys mode, modules, budget"),
         ("device=gpu", "device", "not 'gpu'; expected: Where ranks compute"),
         ("evaluation.every=5", "evaluation.every", "nothing is held out"),
         (".seed=1", ".seed=1", "is not an override"),
@@ -179,6 +181,7 @@ def test_the_reference_explains_every_key():
     for field in dataclasses.fields(TrainConfig):
         assert f"  {field.name}" in page
     assert "optimizer.schedule.warmup_steps" in page and "[0.0003]" in page
+    assert not re.search(r"^  data\.\w+ +(\[|One of|$)", page, re.MULTILINE), "a key without a word"
     words = " ".join(page.split())
     assert (
         "One of constant, linear, cosine, warmup_stable_decay. [cosine]" in words and "One of default, reduce-" in words

@@ -20,6 +20,7 @@ import shardwise
 from shardwise.checkpoint.trainer_files import trained_names
 from shardwise.cli import training
 from shardwise.cli.models import make_optimizer
+from shardwise.cli.run_checkpoints import check_saved
 from shardwise.cli.training import train
 from shardwise.errors import ConfigError, LoadError
 from shardwise.ranks.spawn import spawn
@@ -141,6 +142,10 @@ def test_another_layout_is_welcome_and_another_run_is_refused(run, tmp_path):
     ]:
         with pytest.raises((ConfigError, LoadError), match=says):
             train(config_of({**other, "steps": 8, **changed}))
+        if "model" not in changed:
+            with pytest.raises(ConfigError, match=says):  # before the data is read
+                check_saved(config_of({**other, "steps": 8, **changed}))
+    check_saved(config_of({**other, "steps": 8}))
     fresh = {**other, "checkpoint": {**other["checkpoint"], "resume": "never"}, "export": None, "seed": 1, "steps": 2}
     before = sorted(path.name for path in Path(fresh["checkpoint"]["dir"]).iterdir())
     with pytest.raises(ConfigError, match=r"holds checkpoints of another run: step-4, step-6[\s\S]*another directory"):
@@ -209,12 +214,21 @@ def test_passes_over_the_data_are_steps(run, tmp_path, capfd):
         train(config_of(with_values(plain, tmp_path / "warm", export=None)))
 
 
-@pytest.mark.parametrize("place", ["checkpoint-2/trainer_state.json", "last.ckpt", "step_4/.metadata"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        *("checkpoint-2/trainer_state.json", "last.ckpt", "step_4/.metadata", "checkpoint/step-4/.metadata"),
+        *("global_step4/mp_rank_00_model_states.pt", "iter_4/mp_rank_00/model_optim_rng.pt", "epoch_4.pth"),
+    ],
+)
 def test_checkpoints_of_other_systems_are_not_written_into(run, tmp_path, place):
     mine = with_values({**run, "layout": "tp1", "sequence_parallel": False}, tmp_path)
     (file := Path(mine["checkpoint"]["dir"]) / place).parent.mkdir(parents=True)
     file.touch()
-    with pytest.raises(ConfigError, match=r"another system[\s\S]*model.path="):
+    with pytest.raises(ConfigError, match=r"another system.*name another directory$"):
+        train(config_of(mine))
+    (file.parent / "config.json").touch()
+    with pytest.raises(ConfigError, match=rf"another system[\s\S]*model.path={file.parent}"):
         train(config_of(mine))
 
 

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torchmetrics.functional.classification import multiclass_f1_score
 from torchmetrics.functional.text import rouge_score, squad, word_error_rate
 
-from shardwise.cli import training
+from shardwise.cli import tasks, training
 from shardwise.cli.check import check_run
 from shardwise.cli.data import load_tokenizer
 from shardwise.cli.main import main
@@ -407,6 +407,14 @@ WRONG = {
         "there is no key 'text'",
         "data.columns={text: ...}",
     ),
+    "no such column": (
+        "sequence-classification",
+        {"data": {"columns": {"texts": "review"}}},
+        "data.columns: no record of this task has 'texts' (did you mean 'text'?)",
+    ),
+    "a key of text": ("sequence-classification", {"data": {"text_key": "review"}}, "data.text_key", "has no effect"),
+    "rows of text": ("ctc", {"data": {"rows": "packed"}}, "data.rows", "has no effect on this task"),
+    "columns of text": ("masked-lm", {"data": {"columns": {"text": "b"}}}, "data.columns", "see data.text_key"),
     "no such metric": ("ctc", {"evaluation": {"metric": "accuracy"}}, "evaluation.metric is 'accuracy'", "wer"),
     "layers left out": (
         "ctc",
@@ -529,6 +537,41 @@ def test_numbers_in_a_table_are_numbers(origin, tmp_path, name):
         train(config)
 
 
+BAD_LABELS = {
+    "a class too far": (["0", "999999999"], "labels such as 999999999 are no classes"),
+    "not finite": (["1.5", "nan"], "labels such as nan are no numbers"),
+    "one": (["good", "good"], "every record has the label good"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LABELS)
+def test_labels_that_teach_nothing_are_errors(origin, tmp_path, name):
+    cells, says = BAD_LABELS[name]
+    (tmp_path / "d.csv").write_text("text,label\n" + "".join(f"a film,{cell}\n" for cell in cells))
+    run = run_of(origin, "sequence-classification", tmp_path, evaluation={})
+    run["model"] = {"path": str(origin / "masked-lm/model"), "task": "sequence-classification"}
+    run["data"] = {"path": str(tmp_path / "d.csv"), "seq_length": 32}
+    assert says in str(check_run(config_of(run)))
+
+
+def test_a_classifier_needs_padding(origin, tmp_path):
+    config = config_of(run_of(origin, "sequence-classification", tmp_path))
+    tokenizer = load_tokenizer(config)
+    model_config = read_model_config(config, tokenizer)
+    model_config.pad_token_id = None
+    assert open_tools(config, model_config, tokenizer)[1].pad_token_id == tokenizer.pad_token_id
+    tokenizer.pad_token = None
+    with pytest.raises(ConfigError, match="the tokenizer has no padding token"):
+        open_tools(config, model_config, tokenizer)
+
+
+def test_a_tokenizer_alone_is_no_processor(tmp_path):
+    make_tokenizer(tmp_path)
+    transformers.LlamaConfig().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="there is a tokenizer only"):
+        tasks._load(transformers.AutoProcessor, [str(tmp_path)])
+
+
 def with_values(values):
     """Makes evaluations give these losses, one after the other."""
     left = iter(values)
@@ -617,6 +660,12 @@ def test_the_held_out_rows_are_of_all_classes(origin):
 
 
 BAD_CHATS = {
+    "a number": ({"messages": [{"role": "user", "content": 7}]}, CHAT, "message 0 holds int, not text"),
+    "an image of nothing": (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "b"}]},
+        CHAT,
+        "an image part names no file",
+    ),
     "more images": ({**seen("red", "bob"), "images": ["0.png", "0.png"]}, CHAT, "2 images for 1 image part"),
     "no part": (
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "images": ["0.png"]},
@@ -663,12 +712,34 @@ def test_a_text_that_is_null_is_an_error(origin, tmp_path):
     run["data"] = {"path": str(tmp_path / "d.jsonl")}
     with pytest.raises(LoadError, match="'response' holds nothing"):
         train(config_of({**run, "batch_size": 1}))
+    for last, says in ((None, "'response' holds nothing"), ("", "the response is empty")):  # before it is read
+        write_lines(tmp_path / "d.jsonl", [{"prompt": "a", "response": "b"}] * 8 + [{"prompt": "a", "response": last}])
+        assert says in str(check_run(config_of(run)))
 
 
-@pytest.mark.parametrize("name", ["sequence-classification", "image-classification", "seq2seq-lm"])
+ANSWERS = {
+    "elsewhere": ({"text": ["Ann"], "answer_start": [4]}, "the answer 'Ann' does not begin at 4 of the context"),
+    "beyond": ({"text": ["Ann"], "answer_start": [400]}, "does not begin at 400"),
+    "a list": (["Ann"], r"the answers are \['Ann'\]"),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_answers_are_where_they_are_said_to_be(origin, tmp_path, name):
+    answers, says = ANSWERS[name]
+    tools = tools_of(origin, run_of(origin, "question-answering", tmp_path))
+    record = Record("here", {"question": "who", "context": "Ann laughs", "answers": answers})
+    with pytest.raises(LoadError, match=says):
+        TASKS["question-answering"].encode(record, tools)
+
+
+TARGETS = {"sequence-classification": ["query"], "image-classification": ["q_proj"], "seq2seq-lm": "all-linear"}
+
+
+@pytest.mark.parametrize("name", TARGETS)
 def test_an_adapter_is_trained_with_the_head_of_its_task(origin, tmp_path, name):
     run = run_of(origin, name, tmp_path, evaluation={}, export=str(tmp_path / "out"))
-    run["adapter"] = {"r": 2, "target_modules": "all-linear" if name == "seq2seq-lm" else ["query", "q_proj"]}
+    run["adapter"] = {"r": 2, "target_modules": TARGETS[name]}
     train(config_of(run))
     saved = load_file(tmp_path / "out/adapter_model.safetensors")
     assert any("classifier" in key for key in saved) == (name != "seq2seq-lm"), sorted(saved)[:3]

@@ -105,6 +105,29 @@ def test_a_chat_is_answered_by_the_template(origin, capfd):
     assert "has data ranks" in capfd.readouterr().err
 
 
+def test_what_cannot_be_written_is_said(origin, tmp_path, capfd):
+    config = transformers.BertConfig(vocab_size=301, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+    transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
+    values = {"vocab_size": 301, "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 8}
+    config = transformers.GPT2Config(**values, bos_token_id=0, eos_token_id=0)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    tokenizer = ["--tokenizer", str(origin / "model")]
+    for words, says in (
+        ([str(origin / "out"), "--prompt", ""], "the prompt is empty"),
+        ([str(origin / "out"), "--prompt", "a", "--max-new-tokens", "0"], "use 1 token or more"),
+        ([str(origin / "out"), "--prompt", "a", "--temperature=-1"], "a finite temperature from 0 on"),
+        ([str(tmp_path / "bert"), "--prompt", "a", *tokenizer], "text from a BertForMaskedLM"),
+        ([str(tmp_path / "gpt2"), "--prompt", "a", *tokenizer], "the model has 8 positions: use a smaller --max-new"),
+    ):
+        assert main(["generate", *words]) == 1
+        assert says in capfd.readouterr().err
+    (tmp_path / "train.jsonl").write_text('[1]\n{"text": "a"}\n{"st')
+    assert main(["report", str(tmp_path)]) == 1
+    assert "train.jsonl holds no step" in capfd.readouterr().err
+    assert main(["report", str(origin / "log"), "--out", str(tmp_path)]) == 1
+    assert f"cannot write {tmp_path}" in capfd.readouterr().err
+
+
 def test_a_page_tells_of_a_run(origin, tmp_path, capfd):
     run = yaml.safe_load((origin / "run.yaml").read_text())
     run |= {"layout": "pp2", "log": {"dir": str(tmp_path), "timeline": 3}, "checkpoint": {}, "export": None}

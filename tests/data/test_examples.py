@@ -213,6 +213,9 @@ BAD = {
         {"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}]},
         ["message 0 holds a part of type image"],
     ),
+    "a number": (PLAIN, {"messages": [*says("a"), {"role": "assistant", "content": 4}]}, ["message 1 holds int"]),
+    "half": (PLAIN, {"messages": [{"role": "user", "content": "a", "weight": 0.5}]}, ["weight of message 0 is 0.5"]),
+    "a word": (PLAIN, {"messages": [{"role": "user", "content": "a", "train": "no"}]}, ["is 'no', must be 0 or 1"]),
     "nothing to learn": (
         PLAIN,
         {"messages": [*says("a"), {"role": "assistant", "content": "b", "weight": 0}]},
@@ -321,6 +324,7 @@ def test_parquet_is_read_or_its_package_is_named(tmp_path):
         ("a.json", '[{"a": 1}', "the array is not JSON"),
         ("a.csv", "a,b\n1,2,3\n", "another number of fields"),
         ("a.csv", 'a,b\n1,"2\n', "a row is not CSV"),
+        ("a.csv", "a,b,a\n1,2,3\n", "two columns are called 'a'"),
     ],
 )
 def test_a_broken_table_is_said_with_its_place(tmp_path, name, text, part):

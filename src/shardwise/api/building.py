@@ -14,13 +14,15 @@ from shardwise.api.prepare import check_options, fingerprint, prepare
 from shardwise.api.sources import SAME_FILES, Place, WeightSource, build_meta
 from shardwise.checkpoint.stored import StoredParts
 from shardwise.comm.agree import agree_on
-from shardwise.errors import LoadError
+from shardwise.errors import LoadError, UnsupportedError
 from shardwise.lora.files import load_adapter_weights
 from shardwise.mesh import Mesh
 from shardwise.parallel.build import as_dtype, take_model_options
-from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Pipeline, Precision, Recompute
+from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Pipeline, Precision, Recompute, check_kind
 from shardwise.plan.spec import Plan
 from shardwise.weights.locate import ADAPTER_CONFIG, check_no_checkpoint
+
+_OPEN = 'open one: with shardwise.Mesh.open("fsdp2.tp2") as mesh'
 
 
 def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
@@ -105,6 +107,7 @@ def load_by_spec(  # noqa: PLR0913 - what `load` takes
 
     Communicates: like `load`, and with `checkpoint` like `load_checkpoint`.
     """
+    check_kind("the mesh of a model", mesh, Mesh, fix=_OPEN)
     check_options(mesh.shape, spec)
     reads = checkpoint is None or not holds_all(checkpoint)
 
@@ -136,6 +139,8 @@ def _check_source(source: Any, adapter: Any, options: Mapping[str, Any]) -> None
         check_no_checkpoint(adapter, what="an adapter")
     if isinstance(source, PreTrainedConfig):
         return
+    fix = "pass a directory, a hub id or a config; shardwise.parallelize(model, mesh) splits a model that is there"
+    check_kind("what a model is loaded from", source, str | os.PathLike, fix=fix)
     directory = Path(source) / (options.get("subfolder") or "")
     check_no_checkpoint(directory)
     if adapter is None and os.path.isfile(directory / ADAPTER_CONFIG):  # noqa: PTH113 - pathlib raises: a name too long
@@ -185,6 +190,11 @@ def parallelize(  # noqa: PLR0913 - as above
     Communicates: a few gathers of small objects over all ranks, to compare models and options.
     """
     spec, _ = ParallelSpec.take(locals())
+    check_kind("the model", model, nn.Module, fix="pass a model; shardwise.load takes a directory or a hub id")
+    check_kind("the mesh of a model", mesh, Mesh, fix=_OPEN)
+    if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        fix = "split it first: torch.compile(shardwise.parallelize(model, mesh))"
+        raise UnsupportedError("splitting a model that is compiled already", fix=fix)
     if dtype is None and precision is not None:
         dtype = as_dtype(precision.params)
     prepare(model, mesh, spec, dtype=dtype)

@@ -23,7 +23,7 @@ from shardwise.lora.inject import inject_alike, read_adapter_config
 from shardwise.loss.label_use import note_label_use
 from shardwise.mesh import Mesh
 from shardwise.parallel.build import as_dtype, build_meta_model, model_class_of, read_config, take_model_options
-from shardwise.plan.options import ParallelSpec
+from shardwise.plan.options import ParallelSpec, check_kind
 from shardwise.probe.label_use import find_label_use
 from shardwise.probe.layer_order import find_layer_order
 from shardwise.proof import parity
@@ -82,7 +82,8 @@ def verify(
     if isinstance(source, nn.Module):
         source = find_model(source)
         adapters = adapters or dict(getattr(source, "peft_config", {}))
-        config: Any = source.config
+        config: Any = getattr(source, "config", None)
+        check_kind("the config of a model", config, PreTrainedConfig, fix="pass a model of transformers")
         auto_class = auto_class or type(source)
     elif isinstance(source, PreTrainedConfig):
         config = source

@@ -152,7 +152,7 @@ def read_manifest(directory: Path) -> Manifest:
         data = json.loads(content)
     except ValueError as error:
         raise LoadError(f"{MANIFEST} is damaged", at=str(path), why=f"it is no JSON: {error}") from error
-    if data.get("format") != FORMAT:
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise LoadError(f"{MANIFEST} is not the manifest of a checkpoint", at=str(path))
     if data.get("version") != VERSION:
         raise LoadError(

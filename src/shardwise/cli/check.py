@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shardwise.cli.config_file import Problems, add_run, parse_config
 from shardwise.cli.plan import read_card
-from shardwise.errors import counted
+from shardwise.errors import ConfigError, counted
 from shardwise.topology.shape import MeshShape, describe_crossing
 from shardwise.train.run_config import Problem, TrainConfig
 
@@ -38,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
+    if arguments.ranks_per_machine < 1:
+        raise ConfigError(f"--ranks-per-machine is {arguments.ranks_per_machine}", fix="use 1 or more")
     card = None if arguments.card is None else read_card(arguments.card)
     config, known = parse_config(arguments.config, arguments.overrides)
     problems = check_run(config, known=known, world_size=arguments.world_size)
@@ -46,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     from shardwise.cli.run_checkpoints import check_saved  # torch, which `check_run` has imported
 
     with problems.of("checkpoint.dir"):
-        check_saved(config.checkpoint)
+        check_saved(config)
     with problems.of("optimizer.state"):
         if config.optimizer.state is not None:
             load_checkpoint(config.optimizer.state)

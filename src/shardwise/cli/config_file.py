@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from shardwise.data.config import SourceConfig
 from shardwise.errors import ConfigError, LoadError, ShardwiseError, as_error, counted, did_you_mean
 from shardwise.train.run_config import Problem, TrainConfig, check_config
 
 _RUN = TypeAdapter(TrainConfig)
+_SOURCE = TypeAdapter(tuple[SourceConfig, ...], config=ConfigDict(use_attribute_docstrings=True))
 _GROUPS = {field.name for field in dataclasses.fields(TrainConfig) if field.default is dataclasses.MISSING}
 
 
@@ -187,14 +189,16 @@ def config_reference() -> str:
 def _keys() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields every group and key by its dotted name, with its JSON schema."""
     schema = _RUN.json_schema()
+    inherited = _SOURCE.json_schema()["$defs"]["SourceConfig"]["properties"]  # pydantic reads own docstrings only
 
     def walk(group: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
         # Some groups describe their keys in the "Attributes" section of a Google-style docstring.
         section = group.get("description", "").partition("Attributes:\n")[2].partition("\n\n")[0]
         _, *entries = re.split(r"^    (\w+): ", section, flags=re.MULTILINE)
         described = dict(zip(entries[::2], entries[1::2], strict=True))
+        documented = inherited if prefix == "data." else {}
         for name, about in group["properties"].items():
-            yield prefix + name, {"description": described.get(name, ""), **about}
+            yield prefix + name, {"description": described.get(name, ""), **documented.get(name, {}), **about}
             if "$ref" in about:
                 yield from walk(schema["$defs"][about["$ref"].rpartition("/")[2]], f"{prefix}{name}.")
 
@@ -224,7 +228,8 @@ def _read_errors(error: ValidationError) -> dict[str, Problem]:
         what = str(own_error) if isinstance(own_error, ShardwiseError) else f"{detail['msg']}, not {detail['input']!r}"
         if key in problems:  # of a union: one error for each of its types
             what = f"{problems[key].what}; or: {what}"
-        meaning = " ".join(keys[key]["description"].split()).rstrip(".")
+        inside = [name.rpartition(".")[2] for name in keys if name.rpartition(".")[0] == key]
+        meaning = " ".join(keys[key]["description"].split()).rstrip(".") or f"the keys {', '.join(inside)}"
         problems[key] = Problem(key, what, f"expected: {meaning}")
     return problems
 

@@ -1,12 +1,13 @@
 """`shardwise generate`: lets a model continue a prompt, or answer it as a chat."""
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 from shardwise.cli.launch import run_ranks
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, UnsupportedError, as_error
 from shardwise.topology.shape import MeshShape
 
 HELP = """\
@@ -40,6 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
     shape = MeshShape.parse(arguments.layout)
     if shape.data_size > 1:
         raise ConfigError(f"the layout {shape} has data ranks", why="there is one prompt", fix="use tp and pp ranks")
+    if arguments.max_new_tokens < 1 or not 0 <= arguments.temperature < math.inf:
+        what = f"--max-new-tokens {arguments.max_new_tokens} with --temperature {arguments.temperature}"
+        raise ConfigError(what, fix="use 1 token or more, and a finite temperature from 0 on")
     words = arguments.words
     if arguments.prompt is None:
         arguments.prompt = sys.stdin.read()
@@ -59,8 +63,9 @@ def _generate(arguments: argparse.Namespace, shape: MeshShape) -> None:
     from shardwise.checkpoint.store import find_tags
     from shardwise.cli.data import read_tokenizer
     from shardwise.mesh import Mesh
-    from shardwise.parallel.build import read_config
+    from shardwise.parallel.build import num_positions, read_config
     from shardwise.plan.options import ParallelSpec
+    from shardwise.runtime.adapter_facts import find_model
 
     place = Path(arguments.model)
     is_checkpoint = place.is_dir() and bool(find_tags(place))
@@ -75,12 +80,20 @@ def _generate(arguments: argparse.Namespace, shape: MeshShape) -> None:
             source = read_config(stored.directory / "config.json", {})[0]
         values = {"dtype": arguments.dtype, "adapter": arguments.adapter, "checkpoint": stored}
         model: Any = load_by_spec(source, mesh, ParallelSpec(), seed=0, options={}, **values)
+        inner: Any = find_model(model)
+        if not inner.can_generate() or inner.main_input_name != "input_ids":
+            raise UnsupportedError(f"text from a {type(inner).__name__}", why="it does not go on with a text")
         ids = _encode(tokenizer, arguments.prompt, is_chat=arguments.chat)
+        if not ids["input_ids"].numel():
+            raise ConfigError("the prompt is empty", fix="write one after --prompt, or to standard input")
         ids = {name: value.to(mesh.device) for name, value in ids.items() if name in ("input_ids", "attention_mask")}
         samples = {"do_sample": bool(arguments.temperature), "temperature": arguments.temperature or None}
         shown = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if mesh.rank == 0 else None
         torch.manual_seed(arguments.seed)
-        model.generate(**ids, max_new_tokens=arguments.max_new_tokens, streamer=shown, **samples)
+        what = f"{arguments.max_new_tokens} tokens more than the prompt's {ids['input_ids'].shape[1]}"
+        fix = f"the model has {num_positions(inner.config)} positions: use a smaller --max-new-tokens"
+        with as_error(ConfigError, what, IndexError, fix=fix):  # of a table of positions
+            model.generate(**ids, max_new_tokens=arguments.max_new_tokens, streamer=shown, **samples)
 
 
 def _encode(tokenizer: Any, prompt: str, *, is_chat: bool) -> Any:

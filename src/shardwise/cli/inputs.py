@@ -17,7 +17,7 @@ from shardwise.api.checkpoints import ADAPTER_MODES
 from shardwise.cli.config_file import Problems
 from shardwise.cli.data import find_dataset
 from shardwise.cli.tasks import adapter_options, find_task
-from shardwise.data.config import held_out, patterns_of, sources_of
+from shardwise.data.config import OF_TEXT, DataConfig, held_out, patterns_of, sources_of
 from shardwise.data.corpus import find_files
 from shardwise.data.tables import import_package
 from shardwise.data.tasks import TASKS
@@ -38,6 +38,9 @@ def check_inputs(config: TrainConfig) -> list[Problem]:
     is_text = True
     with suppress(ShardwiseError):  # `check_model` says what is wrong with the model
         is_text = TASKS[find_task(config)].encode is None
+        other = {"columns": "text_key"} if is_text else dict.fromkeys(OF_TEXT, "columns")
+        idle = [name for name in other if getattr(data, name) != getattr(DataConfig(), name)]
+        problems += [Problem(f"data.{each}", "has no effect on this task", f"see data.{other[each]}") for each in idle]
     sources = [("data", source) for source in sources_of(data)]
     for key, read in (*sources, ("evaluation", held_out(data, config.evaluation))):
         if read.path is not None and (is_text or not Path(read.path).is_dir()):
@@ -76,7 +79,10 @@ def check_outputs(config: TrainConfig) -> list[Problem]:
             with problems.of(key):
                 check_place(directory)
     if saved is not None and (other := find_other_checkpoints(Path(saved))) is not None:
-        fix = f"name another directory; a run starts from its weights with model.path={other}"
+        weights = (
+            f"; a run starts from its weights with model.path={other}" if (other / "config.json").is_file() else ""
+        )
+        fix = f"name another directory{weights}"
         problems.append(Problem("checkpoint.dir", f"{saved} holds a checkpoint of another system, {other.name}", fix))
     if config.export is None or problems:
         return problems
@@ -90,15 +96,15 @@ def check_outputs(config: TrainConfig) -> list[Problem]:
     return problems
 
 
-_OTHERS = ("trainer_state.json", "*.ckpt", ".metadata", "model.safetensors*", "pytorch_model*.bin*", "adapter_model.*")
-"""Files of the checkpoints of transformers' Trainer, Lightning, torch and PEFT."""
+_OTHERS = ("trainer_state.json", "*.ckpt", ".metadata", "*.pt", "*.pth", "*model*.safetensors*", "*model*.bin*")
+"""Files of the checkpoints of transformers' Trainer, Lightning, torch, DeepSpeed, Megatron and PEFT."""
 
 
 def find_other_checkpoints(directory: Path) -> Path | None:
     """Returns the newest checkpoint of another system in a directory, or the directory itself if it is one; or None."""
     if not directory.is_dir() or any(directory.glob("*/manifest.json")):
         return None
-    found = {file.parent for name in _OTHERS for file in (*directory.glob(name), *directory.glob(f"*/{name}"))}
+    found = {file.parent for name in _OTHERS for depth in ("", "*/", "*/*/") for file in directory.glob(depth + name)}
     return max(found, key=lambda place: place.stat().st_mtime) if found else None
 
 
@@ -216,6 +222,9 @@ def adapter_of(config: TrainConfig) -> Any:
         options = adapter_options(config)
         if "target_modules" in options:
             del values["target_modules"]
+        for key, ours in {"peft_type": "LORA", "task_type": options.get("task_type")}.items():
+            if (given := values.pop(key, ours)) != ours:
+                raise ConfigError(f"adapter.{key} is {given}; a run trains {ours}", fix="leave it out")
         return peft().LoraConfig(**{**options, **values})
 
 

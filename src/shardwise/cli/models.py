@@ -209,8 +209,13 @@ def make_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.opt
         del arguments["weight_decay"]
     for key in {key for group in config.groups for key in group} - {"params", "max_dims"} - accepted.keys():
         raise ConfigError(f"optimizer.groups: {config.name} has no argument {key!r}{did_you_mean(key, accepted)}")
+    if inspect.signature(optimizer_class.step).parameters["closure"].default is inspect.Parameter.empty:
+        raise ConfigError(f"{config.name} computes the loss several times a step, which a run does once")
     what, fix = f"{config.name} cannot be built with these options", "correct optimizer.options and optimizer.groups"
     with as_error(ConfigError, what, TypeError, ValueError, fix=fix):
+        for group in config.groups:  # torch checks no values of groups
+            own = {key: value for key, value in group.items() if key not in ("params", "max_dims")}
+            optimizer_class([torch.zeros(1, 1)], **{**arguments, **own})
         return build_optimizer(model, optimizer_class, groups=config.groups, **arguments)
 
 
@@ -227,6 +232,8 @@ def _check_fit(model_config: Any, config: TrainConfig, num_tokens: int | None) -
         fix = "use the model's own tokenizer, or a model with a larger vocab_size"
         problems.append(Problem("model.tokenizer", what, fix))
     window = num_positions(model_config)
+    if TASKS[find_task(config)].encode is None:  # of Whisper's decoder; its own task truncates
+        window = window or getattr(model_config, "max_target_positions", None)
     if window is not None and config.data.seq_length > window:
         what = f"is {config.data.seq_length:,}, but the model has {window:,} positions"
         problems.append(Problem("data.seq_length", what, f"use at most {window:,}"))

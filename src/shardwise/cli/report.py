@@ -51,9 +51,14 @@ def run(arguments: argparse.Namespace) -> int:
     for line in lines:
         with suppress(ValueError):  # the last one of a run that goes on may be torn
             records.append(json.loads(line))
+    records = [record for record in records if isinstance(record, dict) and "step" in record]
     if not records:
-        raise LoadError(f"{directory}/train.jsonl is empty", why="the run has taken no step yet")
-    out.write_text(draw_report(directory, records, read_config(directory / "config.yaml")), encoding="utf-8")
+        raise LoadError(f"{directory}/train.jsonl holds no step", why="the run has taken none yet")
+    page = draw_report(directory, records, read_config(directory / "config.yaml"))
+    try:
+        out.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise LoadError(f"cannot write {out}", why=error.strerror, fix="name another file with --out") from error
     print(f"wrote {out}")
     return 0
 

@@ -11,7 +11,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,10 @@ _VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transfor
 def describe_run(config: TrainConfig, model_config: Any, batches: PackedBatches) -> dict[str, Any]:
     """Returns the settings of model, data, optimizer and adapter that must not change when a run resumes, as JSON."""
     model = {key: value for key, value in model_config.to_dict().items() if key not in _VOLATILE}
+    return _settings(config, model, batches.rows.describe())
+
+
+def _settings(config: TrainConfig, model: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     optimizer = {
         key: value for key, value in vars(config.optimizer).items() if key not in ("schedule", "max_grad_norm", "state")
     }
@@ -49,7 +53,7 @@ def describe_run(config: TrainConfig, model_config: Any, batches: PackedBatches)
     settings = {
         "model": model,
         "optimizer": {**optimizer, "schedule": vars(config.optimizer.schedule)},
-        "data": {**batches.rows.describe(), "dropout seed": config.seed},
+        "data": {**data, "dropout seed": config.seed},
         **({"adapter": adapter} if adapter else {}),
         "run": {"steps": config.steps if config.epochs is None else None, "epochs": config.epochs},
     }
@@ -258,24 +262,9 @@ def find_saved_run(
         return None
     stored = open_on_all_ranks(directory, None, mesh)
     with raise_on_all_ranks(mesh.group(), "comparing the run with its checkpoint"):
-        extra = restore(stored, LoadTarget())
-        if not isinstance(extra, Mapping) or not {"run", "batches", "step"} <= extra.keys():
-            raise ConfigError(
-                f"the checkpoints in {directory} are not from shardwise train",
-                at="checkpoint.dir",
-                fix="name another directory",
-            )
+        extra = _run_in(restore(stored, LoadTarget()), directory)
         changed = _find_changes(extra, run, batches.state_dict())
-        allowed = ("steps", "epochs", *config.change)
-        refused = [key for key in changed if not any(f"{key}.".startswith(f"{name}.") for name in allowed)]
-        if refused:
-            raise ConfigError(
-                "the checkpoint belongs to a run with other settings",
-                at="checkpoint.dir",
-                why="\n".join(changed[key] for key in refused[:8]),
-                fix=f"use the settings of that run, name another checkpoint.dir, or say that they may change:\n"
-                f"checkpoint.change=[{', '.join(refused)}]. layout, precision and number of steps always may",
-            )
+        _check_changes(changed, config.change)
     console.print(f"resume  {directory / stored.manifest.tag}")
     for words in changed.values():
         console.print(f"change  {words}")
@@ -298,10 +287,21 @@ def open_newest(config: CheckpointConfig, mesh: Mesh) -> StoredParts | None:
     return None if directory is None else open_on_all_ranks(directory, None, mesh)
 
 
-def check_saved(config: CheckpointConfig) -> None:
-    """Checks the checkpoint from which a run would resume. Reads no parameters."""
-    if config.dir is not None and _has_checkpoints(config):
-        load_checkpoint(config.dir)
+def check_saved(config: TrainConfig) -> None:
+    """Checks the checkpoint from which a run would resume, and the settings that need no data. Reads no parameters."""
+    place = config.checkpoint.dir
+    if place is not None and _has_checkpoints(config.checkpoint):
+        extra = _run_in(load_checkpoint(place), place)
+        run, batches = extra["run"], {**extra["batches"], "batch_size": config.batch_size, "seed": config.seed}
+        changed = _find_changes(extra, _settings(config, run["model"], run["data"]), batches)
+        _check_changes(changed, config.checkpoint.change)
+
+
+def _run_in(extra: Any, directory: object) -> Mapping[str, Any]:
+    if isinstance(extra, Mapping) and {"run", "batches", "step"} <= extra.keys():
+        return extra
+    what = f"the checkpoints in {directory} are not from shardwise train"
+    raise ConfigError(what, at="checkpoint.dir", fix="name another directory")
 
 
 def _has_checkpoints(config: CheckpointConfig) -> bool:
@@ -341,3 +341,16 @@ def _find_changes(extra: Mapping[str, Any], run: Mapping[str, Any], batches: Map
         if (was := extra["batches"].get(name)) != batches[name]:
             changed[key] = f"{key}: was {was}, is {batches[name]}"
     return changed
+
+
+def _check_changes(changed: Mapping[str, str], change: Sequence[str]) -> None:
+    allowed = ("steps", "epochs", *change)
+    refused = [key for key in changed if not any(f"{key}.".startswith(f"{name}.") for name in allowed)]
+    if refused:
+        raise ConfigError(
+            "the checkpoint belongs to a run with other settings",
+            at="checkpoint.dir",
+            why="\n".join(changed[key] for key in refused[:8]),
+            fix=f"use the settings of that run, name another checkpoint.dir, or say that they may change:\n"
+            f"checkpoint.change=[{', '.join(refused)}]. layout, precision and number of steps always may",
+        )

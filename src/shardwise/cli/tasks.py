@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ from shardwise.data.config import SourceConfig, WeightedSource, sources_of
 from shardwise.data.corpus import Record, digest
 from shardwise.data.tables import is_table
 from shardwise.data.tasks import TASKS, ExampleRows, Task, Tools, find_label
-from shardwise.errors import ConfigError, LoadError, UnsupportedError, counted, one_line
+from shardwise.errors import ConfigError, LoadError, UnsupportedError, counted, did_you_mean, one_line
 from shardwise.parallel.build import model_class_of, read_config
 from shardwise.train.run_config import ModelConfig, TrainConfig
 
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+_MOST_CLASSES = 100_000
 _MEDIA = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".wav")
 _OTHER_SOUND = (".mp3", ".flac", ".ogg", ".opus", ".m4a", ".aac", ".wma", ".aif", ".aiff")
 
@@ -136,6 +138,14 @@ def open_tools(config: TrainConfig, model_config: Any, tokenizer: Any) -> tuple[
     )
     if tools.processor is not None and config.data.chat_template is not None:
         tools.processor.chat_template = tokenizer.chat_template
+    if task.metrics == "classes" and tokenizer is not None:  # a decoder looks for the padding in its input
+        if tokenizer.pad_token_id is None:
+            raise ConfigError(
+                "the tokenizer has no padding token",
+                why="texts of a batch are filled up with it",
+                fix="set one and save it: tokenizer.pad_token = tokenizer.eos_token; tokenizer.save_pretrained(...)",
+            )
+        model_config.pad_token_id = tokenizer.pad_token_id
     if task.metrics == "frames":
         _set_blank(config, model_config, tokenizer)
     if task.metrics != "classes":
@@ -185,6 +195,8 @@ def _find_labels(config: TrainConfig, task: Task, model_config: Any) -> tuple[tu
     """
     records = (record for source in sources_of(config.data) for record in read_task_records(source, task)[0])
     texts = {str(label) for record in records for label in _labels_of(record, task)}
+    if not texts:
+        raise LoadError("no record has a label", at="data")
     directory = find_newest(config.checkpoint)
     saved = None if directory is None else read_config(find_tag(directory, None) / "config.json", {})[0]
     named = saved or model_config
@@ -193,10 +205,17 @@ def _find_labels(config: TrainConfig, task: Task, model_config: Any) -> tuple[tu
         return own, False
     is_new, is_whole = config.model.task is not None, all(text.isdecimal() for text in texts)
     if all(_is_number(text) for text in texts):
-        if task.columns[-1] == "label" and (not is_whole or (not is_new and len(own) == 1)):
+        is_amount = task.columns[-1] == "label" and (not is_whole or (not is_new and len(own) == 1))
+        wrong = [
+            text
+            for text in sorted(texts)
+            if not (math.isfinite(float(text)) if is_amount else text.isdecimal() and int(text) < _MOST_CLASSES)
+        ]
+        if wrong:
+            what = f"labels such as {wrong[0]} are no {'numbers' if is_amount else 'classes'}"
+            raise LoadError(what, fix="number classes from 0, or name them")
+        if is_amount:
             return (), False
-        if not is_whole:
-            raise LoadError(f"labels such as {min(texts)} are no classes", fix="number classes from 0, or name them")
         number = max(len(own), *(int(text) + 1 for text in texts))
         keeps = number == len(own) and not any(name.isdecimal() for name in own)  # else a run could not resume
         return (own if keeps else tuple(f"LABEL_{place}" for place in range(number))), True
@@ -206,14 +225,16 @@ def _find_labels(config: TrainConfig, task: Task, model_config: Any) -> tuple[tu
             f"the data's labels are {', '.join(sorted(texts)[:12])}, and the model's {', '.join(own[:12])}",
             fix=f"write the model's labels or their numbers, or train a new head {where}",
         )
+    if len(texts) == 1:
+        raise LoadError(f"every record has the label {min(texts)}", fix="a head learns to tell two or more apart")
     return tuple(sorted(texts)), False
 
 
 def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
+    with suppress(ValueError):
+        float(text)
+        return True
+    return False
 
 
 def read_task_records(source: SourceConfig, task: Task) -> tuple[list[Record], str]:
@@ -247,6 +268,13 @@ def example_rows(sources: Sequence[SourceConfig], task: Task, tools: Tools) -> E
         order = np.random.default_rng(0).permutation(len(own)).tolist()  # the files of a class follow each other
         records += [own[order[number % len(own)]] for number in range(max(1, round(weight * len(own))))]
         fingerprints.append((fingerprint, weight, source.columns))
+    known = (*task.columns, "text_pair", "images")
+    for name in (name for source in sources for name in source.columns if name not in known):
+        raise ConfigError(f"data.columns: no record of this task has {name!r}{did_you_mean(name, known)}")
+    for record in records:  # rows are encoded when they are read, in the midst of the run
+        for column in task.columns:
+            if record.value(column) == "" and column == "response":
+                raise LoadError("the response is empty", at=record.place, fix="leave the record out")
     if task.metrics == "classes":  # a label that the model does not know would end the run when its row comes
         for record in records:
             for label in _labels_of(record, task):
@@ -261,7 +289,10 @@ def _load(auto_class: Any, places: Sequence[str]) -> Any:
     errors = []
     for place in places:
         try:
-            return auto_class.from_pretrained(place)
+            made = auto_class.from_pretrained(place)
+            if isinstance(made, transformers.PreTrainedTokenizerBase):  # AutoProcessor, where there is nothing else
+                raise ValueError("there is a tokenizer only")
+            return made
         except Exception as error:  # noqa: BLE001 - a damaged file raises errors of many kinds
             errors.append(error)
     raise ConfigError(

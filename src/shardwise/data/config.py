@@ -188,6 +188,8 @@ _MEANT_FOR = {
     "chat": ("learn", "messages_key", "tools_key"),
 }
 """The keys that say something of one format only."""
+OF_TEXT = (*(key for keys in _MEANT_FOR.values() for key in keys), "rows", "too_long")
+"""Keys of `data` for tasks that read text, prompts or chats."""
 
 
 def check_data(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[Problem]:

@@ -21,6 +21,8 @@ def read_image(value: Any, directory: Path) -> Any:
         value = io.BytesIO(value)
     elif isinstance(value, str):
         value = directory / value
+    elif value is None:
+        raise LoadError("an image part names no file", fix='it looks like {"type": "image", "path": "1.png"}')
     with as_error(LoadError, f"cannot read the image {value}", OSError, ValueError):
         return (value if hasattr(value, "convert") else Image.open(value)).convert("RGB")
 
@@ -44,6 +46,8 @@ def read_sound(value: Any, directory: Path, *, rate: int) -> Any:
         if width != 2:
             raise LoadError(f"{path} has {8 * width} bits a sample", fix="convert it to 16 bits")
         found = np.frombuffer(raw, "<i2").astype(np.float32).reshape(-1, channels).mean(1) / 2**15
+    if not len(found):
+        raise LoadError("there is no sound: it has no samples")
     if own != rate:
         raise LoadError(f"sound with {own:,} samples a second", why=f"the model hears {rate:,}", fix="resample it")
     return found

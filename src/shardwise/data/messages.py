@@ -52,6 +52,11 @@ def _read_message(message: Any, number: int, place: str) -> Message:
     content = read.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
         read["content"] = content = "".join(_read_part(part, number, place) for part in content)
+    elif not isinstance(content, str | None) and read["role"] != "tool":
+        raise LoadError(f"message {number} holds {type(content).__name__}, not text", at=place)
+    for flag in _LEARNED:
+        if read.get(flag, 1) not in (0, 1):
+            raise LoadError(f"{flag} of message {number} is {read[flag]!r}, must be 0 or 1, false or true", at=place)
     if read["role"] == "assistant" and not str(content or "").strip() and not read.get("tool_calls"):
         raise LoadError(f"the response is empty: message {number}, the assistant's, says nothing", at=place)
     if isinstance(read.get("tool_calls"), Sequence):

@@ -45,6 +45,9 @@ def _separated(file: Path) -> Iterator[tuple[str, Any]]:
     with file.open(encoding="utf-8-sig", newline="") as lines:
         rows = csv.DictReader(lines, dialect="excel-tab" if file.suffix == ".tsv" else "excel", strict=True)
         try:
+            names = [name for name in rows.fieldnames or () if name]
+            if (twice := max(names, key=names.count, default="")) and names.count(twice) > 1:
+                raise LoadError(f"two columns are called {twice!r}", at=f"{file}:1", fix="rename one of them")
             for row in rows:
                 if None in row or None in row.values():
                     what = f"a row has another number of fields than the {len(rows.fieldnames or ())} of the first line"

@@ -70,16 +70,23 @@ def find_label(labels: Sequence[str], value: Any, *, is_numbered: bool = False) 
     return labels.index(text) if text in labels else None
 
 
+def _text_of(record: Record, column: str) -> str:
+    value = record.value(column)
+    if not isinstance(value, str | int | float):
+        raise LoadError(f"{column!r} holds {type(value).__name__}, not text", at=record.place)
+    return str(value)
+
+
 def _encode_pair(record: Record, tools: Tools) -> Example:
-    source, target = (str(record.value(column)) for column in ("prompt", "response"))
+    source, target = (_text_of(record, column) for column in ("prompt", "response"))
     limits = {"truncation": True, "max_length": tools.seq_length}
     labels = tools.tokenizer(text_target=target, **limits)["input_ids"]
     return {**tools.tokenizer(source, **limits), "labels": labels}
 
 
 def _encode_text(record: Record, tools: Tools) -> Example:
-    text, other = record.value("text"), record.get("text_pair")
-    encoded = tools.tokenizer(str(text), other, truncation=True, max_length=tools.seq_length)
+    text, other = _text_of(record, "text"), record.get("text_pair")
+    encoded = tools.tokenizer(text, other, truncation=True, max_length=tools.seq_length)
     return {**encoded, "labels": tools.label(record, record.value("label"))}
 
 
@@ -106,13 +113,19 @@ def encode_answers(record: Record, tools: Tools) -> tuple[Any, list[tuple[int, i
     """Returns the inputs of a question, and the first and the last token of each answer. Like in transformers' own
     script an answer beyond the row, or none, is at the first token.
     """
-    question, context, answers = str(record.value("question")), str(record.value("context")), record.value("answers")
+    question, context, answers = _text_of(record, "question"), _text_of(record, "context"), record.value("answers")
+    if not isinstance(answers, Mapping) or not {"text", "answer_start"} <= answers.keys():
+        fix = 'it looks like {"text": ["Ann"], "answer_start": [0]}, with empty lists where there is no answer'
+        raise LoadError(f"the answers are {answers!r:.40}", at=record.place, fix=fix)
     encoded = tools.tokenizer(
         question, context, truncation="only_second", max_length=tools.seq_length, return_offsets_mapping=True
     )
     offsets, parts, spans = encoded.pop("offset_mapping"), encoded.sequence_ids(), []
     for first, text in zip(answers["answer_start"], answers["text"], strict=True):
         last = first + len(text)
+        if context[first:last] != text:
+            what = f"the answer {text!r} does not begin at {first} of the context"
+            raise LoadError(what, at=record.place, why=f"there is {context[first:last]!r}")
         inside = [
             place
             for place, (part, (begin, stop)) in enumerate(zip(parts, offsets, strict=True))
@@ -134,7 +147,7 @@ def _encode_sound(record: Record, tools: Tools) -> Example:
 
 
 def _encode_speech(record: Record, tools: Tools) -> Example:
-    text = str(record.value("text"))
+    text = _text_of(record, "text")
     labels = tools.tokenizer(text, truncation=True, max_length=tools.seq_length)["input_ids"]
     starts = tools.start_token is not None and labels[:1] == [tools.start_token]  # the model puts it there itself
     return {**_hear(record, tools), "labels": labels[1:] if starts else labels}
@@ -185,7 +198,8 @@ def _see(tools: Tools, messages: Sequence[Any], images: Sequence[Any], *, asks: 
 
 
 def _images_of(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    parts = message.get("content") or ()
+    content = message.get("content")
+    parts = content if isinstance(content, Sequence) else ()
     return [part for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
 
 
@@ -312,8 +326,12 @@ class ExampleRows(Rows):
 
     def _encoded(self, row: int) -> Example:
         record = self.records[row]
-        with as_error(LoadError, "the record cannot be encoded", at=record.place):
-            return self._encode(record, self._tools)
+        try:
+            with as_error(LoadError, "the record cannot be encoded", at=record.place):
+                return self._encode(record, self._tools)
+        except LoadError as error:
+            error.at = error.at or record.place
+            raise
 
 
 def collate(examples: Sequence[Example], paddings: Mapping[str, int], *, width: int = 0) -> dict[str, Tensor]:

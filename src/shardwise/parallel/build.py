@@ -331,7 +331,7 @@ def build_meta_model(
         raise UnsupportedError(
             f"{getattr(chosen, '__name__', chosen)} cannot build a model of type {config.model_type!r}",
             why=f"{type(error).__name__}: {one_line(error, limit=300)}",
-            fix="pass the auto_class that fits the checkpoint, such as AutoModel, and options that it takes",
+            fix="pass the auto_class (of a run model.task, of a verb --task) that fits it, and options that it takes",
         ) from error
     _empty(model)
     model.eval()

@@ -155,7 +155,8 @@ class Allowed:
     def pop(cls, options: dict[str, Any]) -> "Allowed":
         """Takes these options out of the options of `load`: lists of patterns, or True for all names."""
         names = ("allow_missing", "allow_unused", "ignore_mismatched_sizes")
-        missing, unused, mismatched = (options.pop(name, None) or () for name in names)
+        given = (options.pop(name, None) or () for name in names)
+        missing, unused, mismatched = ((each,) if isinstance(each, str) else each for each in given)
         return cls(
             missing=("**",) if missing is True else missing,
             unused=("**",) if unused is True else unused,

@@ -282,6 +282,7 @@ class ParallelSpec:
         for name, kind in _GROUPS.items():
             if not isinstance(value := getattr(self, name), kind | None):
                 raise ConfigError(f"{name} is {value!r}", fix=f"use shardwise.{kind.__name__}(...)")
+        check_kind("sequence_parallel", self.sequence_parallel, bool, fix="use True or False")
         mode, backend = self.recompute.mode, self.compilation.backend if self.compilation is not None else "eager"
         if mode == "budget" and backend == "eager":
             raise ConfigError(

@@ -97,10 +97,10 @@ def check_unwrapped(model: nn.Module) -> None:
 
 
 def refuse_wrapped(*modules: nn.Module) -> None:
-    """Raises `UnsupportedError` if one of the modules is `DistributedDataParallel` or FSDP."""
+    """Raises `UnsupportedError` if one of the modules is `DistributedDataParallel`, `DataParallel` or FSDP."""
     for module in modules:
-        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
-            wrapper = "DistributedDataParallel" if isinstance(module, DistributedDataParallel) else "FSDP"
+        if isinstance(module, DistributedDataParallel | nn.DataParallel | FullyShardedDataParallel | FSDPModule):
+            wrapper = type(module).__name__ if "DataParallel" in type(module).__name__ else "FSDP"
             raise UnsupportedError(
                 f"a model in {wrapper}",
                 why="it assumes equal copies of all parameters on all ranks, or shards them itself",

@@ -7,13 +7,13 @@ only here. `cli/config_file.py` reads the file.
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from shardwise.data.config import DataConfig, EvaluationConfig, Place, Problem, TaskName, check_data
-from shardwise.errors import ConfigError, MeshError, counted
+from shardwise.errors import ConfigError, MeshError, counted, did_you_mean
 from shardwise.estimate.cuts import check_pipeline, fewest_microbatches, schedule_for
 from shardwise.plan.options import FsdpPolicy, Pipeline, Recompute
 from shardwise.topology.shape import UNSERVED_AXES, MeshShape
@@ -279,6 +279,9 @@ def _check_checkpoint(config: TrainConfig) -> Iterator[Problem]:
     checkpoint = config.checkpoint
     if checkpoint.best and config.evaluation.path is None:
         yield Problem("checkpoint.best", "needs held-out data", "name evaluation.path")
+    keys = [each.name for each in fields(TrainConfig)]
+    for name in (name for name in checkpoint.change if name.partition(".")[0] not in keys):
+        yield Problem("checkpoint.change", f"there is no key {name!r}{did_you_mean(name, keys)}")
     if checkpoint.dir is None and checkpoint != CheckpointConfig():
         yield Problem("checkpoint.dir", "is missing", "the other keys of checkpoint need it")
 

@@ -37,6 +37,7 @@ from shardwise.parameters.registry import registry_of
 from shardwise.pipeline.outputs import check_asked_outputs
 from shardwise.pipeline.runner import PipelineRunner, runner_of
 from shardwise.pipeline.stage import Microbatch
+from shardwise.plan.options import check_kind
 from shardwise.runtime.adapter_facts import find_model
 from shardwise.runtime.host_masks import host_mask_of, read_host_mask, take_host_masks
 from shardwise.runtime.same_batch import agree_over_data, call_fingerprint, check_same_batch, compared_already
@@ -124,6 +125,7 @@ class TrainStep:
                 why="it counts microbatches",
                 fix="use an integer of at least 1",
             )
+        check_kind("the mesh of a step", mesh, Mesh, fix="pass the mesh over which the model is split")
         self._registry = registry_of(model)
         self._pipeline = runner_of(model)
         self._schedule = self._schedule_of(self._pipeline, num_microbatches) if self._pipeline is not None else None
