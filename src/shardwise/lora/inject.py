@@ -150,8 +150,6 @@ def inject(model: nn.Module, adapter: Any, *, on_meta: bool = True) -> nn.Module
     config = read_adapter_config(adapter)
     if on_meta:
         _check_init(config, from_file=isinstance(adapter, str | os.PathLike))
-    if not isinstance(adapter, str | os.PathLike):
-        _check_names(model, config)
     try:
         with torch.device("meta") if on_meta else nullcontext(), warnings.catch_warnings():
             # PEFT 0.21 asks transformers by a name that is on its way out.
@@ -219,19 +217,6 @@ def _check_init(config: Any, *, from_file: bool) -> None:
             why="it is computed from full weights, of which each rank reads its part",
             fix="give shardwise.parallelize a model that has it, peft.get_peft_model(model, config), on every rank",
         )
-
-
-def _check_names(model: nn.Module, config: Any) -> None:
-    """Checks that the modules that an adapter's config lists are there: PEFT ignores those that are not."""
-    names = [f".{name}" for name, _ in model.named_modules()]
-    ends = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if module._parameters})
-    for option in ("target_modules", "modules_to_save"):
-        listed = getattr(config, option, None) or ()
-        for each in () if isinstance(listed, str) else sorted(listed):
-            by_peft = option == "modules_to_save" and each in ("classifier", "score", "qa_outputs")
-            if not any(name.endswith(f".{each}") for name in names) and not (by_peft and config.task_type):
-                what = f"{option}: no module is called {each!r}{did_you_mean(each, ends)}"
-                raise ConfigError(what, at="adapter", fix=f"use some of {', '.join(ends)}")
 
 
 _OF_HEADS = ("PREFIX_TUNING", "CARTRIDGE")  # kinds of prompts, in PEFT's words, that are keys and values of every head
