@@ -81,7 +81,8 @@ def refuse_compiled(what: str, *, why: str) -> None:
 
 _FIX = (
     'say data parallelism in the layout, such as "fsdp2.tp2" or "ddp2.tp2", and train the model itself with\n'
-    "shardwise.TrainStep or a loop of your own (docs/own-loop.md)"
+    "shardwise.TrainStep, a loop of your own (docs/own-loop.md), or\n"
+    "from shardwise.trainer import Trainer, adapt, prepare (docs/trainer.md)"
 )
 
 
