@@ -12,8 +12,11 @@ from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_
 from torch.utils.data import DataLoader
 
 import shardwise
+from shardwise.errors import ConfigError, LoadError, UnsupportedError
 from shardwise.parameters.replicas import find_unequal_replicas
 from shardwise.trainer import prepare
+from shardwise.trainer.accelerator import SplitAccelerator
+from shardwise.trainer.adapt import check_overridden
 from tests.families import tiny_model
 from tests.oracle import differing
 
@@ -199,11 +202,11 @@ def test_gathered_metrics_have_each_row_once_and_in_order(on_ranks, layout):
 
 def calls(mesh, directory):
     """What else an accelerator does, over two data ranks of two tp ranks."""
-    set_seed(3 + mesh.rank)  # as with device_specific=True
     run = split_run(mesh)
     accelerator, model = run.accelerator, run.model
+    set_seed(3, device_specific=True)  # which counts all ranks
+    loader = prepare(accelerator, model, DataLoader(rows(5), 2))[1]
     drawn = torch.random.initial_seed()
-    again = Run(accelerator, accelerator.prepare, model, size=mesh.data_size)  # its own prepare serves, too
     with accelerator.split_between_processes([*"abc"]) as part, accelerator.join_uneven_inputs([model]):
         pass
     ran = []
@@ -223,8 +226,11 @@ def calls(mesh, directory):
     )
     accelerator.save_model(model, str(directory / "model"))
     flags = accelerator.is_main_process, accelerator.is_last_process
-    run.train(stop=1)
-    accelerator.clip_grad_value_(model.parameters(), 1.0)
+    batch = next(iter(run.loader))
+    batch.pop("row")
+    accelerator.backward(model(**batch).loss)
+    accelerator.clip_grad_value_(model.parameters(), 1e-4)
+    largest = max(float(each.abs().max()) for each in shardwise.full_gradients(model).values())
     freed = accelerator.free_memory(model, run.optimizer)
     return {
         "processes": (accelerator.num_processes, accelerator.process_index),
@@ -237,7 +243,8 @@ def calls(mesh, directory):
         "same": same,
         "flags": flags,
         "freed": freed,
-        "held": len(again.loader),
+        "held": (len(loader), len(accelerator.prepare(DataLoader(rows(8), 2)))),
+        "largest": largest,
     }
 
 
@@ -252,9 +259,109 @@ def test_an_accelerator_counts_data_ranks(on_ranks, layout, tmp_path):
     assert [each["triggered"] for each in found] == [(False, True, False)] * 4
     assert [each["reduced"] for each in found] == [[2.0, 1.0], [4.0, 1.0]] * 2
     assert [each["padded"] for each in found] == [[1.0, 0.0]] * 2 + [[1.0, 1.0]] * 2
-    assert all(each["same"] and each["freed"] == [None, None] and each["held"] == 3 for each in found)
+    assert all(each["same"] and each["freed"] == [None, None] and each["held"] == (2, 2) for each in found)
+    assert all(each["largest"] == pytest.approx(1e-4) for each in found)
     from safetensors.torch import load_file
 
     saved = load_file(tmp_path / "model" / "model.safetensors")
     for name, value in tiny_model("llama").state_dict().items():
         assert torch.equal(saved[name], value), name
+
+
+def deferred(mesh):
+    """Gradients of two backwards, of which the first is not reduced, by `no_sync` and inside of it."""
+    found = []
+    for is_triggered in (False, True):
+        accelerator = new_accelerator()
+        model = prepare(accelerator, shardwise.parallelize(tiny_model("llama"), mesh)).train()
+        first, second = (rows(2)[mesh.data_rank], rows(4)[2 + mesh.data_rank])
+
+        def loss(each, model=model):
+            return model(input_ids=each["input_ids"][None], labels=each["labels"][None]).loss
+
+        with accelerator.no_sync(model):
+            accelerator.backward(loss(first))
+            if is_triggered:
+                with accelerator.trigger_sync_in_backward(model):
+                    accelerator.backward(loss(second))
+        if not is_triggered:
+            accelerator.backward(loss(second))
+        found.append(shardwise.full_gradients(model))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["fsdp2.tp2"])
+def test_gradients_are_reduced_by_a_later_backward(on_ranks, layout):
+    model, held = tiny_model("llama").train(), rows(4)
+    for pair in (held[:2], held[2:]):
+        model(**{name: torch.stack([row[name] for row in pair]) for name in ("input_ids", "labels")}).loss.backward()
+    for found in on_ranks(deferred):
+        for gradients in found:
+            for name, value in model.named_parameters():
+                assert not differing(name, gradients[name], value.grad, EXACT), name
+
+
+def refusals(mesh, directory):
+    """The errors of what cannot be."""
+
+    def said(error, call):
+        with pytest.raises(error) as caught:
+            call()
+        return str(caught.value)
+
+    accelerator = new_accelerator()
+    loader, other = DataLoader(rows(4), 2), torch.nn.Linear(2, 2)
+    model = shardwise.parallelize(tiny_model("llama"), mesh)
+    found = [said(ConfigError, lambda: prepare(accelerator, loader))]
+    accelerator.prepare(loader)
+    found.append(said(ConfigError, lambda: prepare(accelerator, model)))
+    run = split_run(mesh)
+    accelerator, model = run.accelerator, run.model
+    found.append(said(UnsupportedError, lambda: accelerator.prepare(other)))
+    found.append(said(UnsupportedError, lambda: accelerator.save_state(directory / "a", safe_serialization=False)))
+    hook = accelerator.register_save_state_pre_hook(lambda *each: None)
+    found.append(said(UnsupportedError, lambda: accelerator.save_state(directory / "a")))
+    hook.remove()
+    accelerator.save_state(directory / "a")
+    again = split_run(mesh, splits=True).accelerator
+    found.append(said(UnsupportedError, lambda: again.load_state(directory / "a")))
+    again.register_for_checkpointing(Counter())
+    found.append(said(LoadError, lambda: again.load_state(directory / "a")))
+    shardwise.save_checkpoint(directory, model=model, tag="b")
+    found.append(said(LoadError, lambda: again.load_state(directory / "b")))
+    found.append(said(ConfigError, again.save_state))
+    numbers = [{**each, "labels": torch.zeros(1)} for each in rows(3)]
+    uneven = accelerator.prepare(DataLoader(numbers, 2))
+    model.train()
+    found.append(said(UnsupportedError, lambda: [*uneven]))
+    assert not model.eval().training
+    assert len([*uneven]) == 1
+    return found
+
+
+@pytest.mark.parametrize("layout", ["fsdp2"])
+def test_what_cannot_be_is_said(on_ranks, layout, tmp_path):
+    wanted = [
+        "prepare without a split model",
+        "an accelerator that is used already",
+        "training a Linear that is not split",
+        "save_state of a split model with safe_serialization=False",
+        "save_state of a split model with hooks",
+        "going on with a scheduler that stepped 2 times for each step of the optimizer, and now 1",
+        "other objects than those saved",
+        "a checkpoint that save_state did not write",
+        "no directory for a checkpoint",
+        "a last batch of 3 rows with numbers as labels, for 2 data ranks",
+    ]
+    for found in on_ranks(refusals, directory=tmp_path):
+        for text, said in zip(wanted, found, strict=True):
+            assert text in said
+
+
+def test_an_override_whose_target_is_gone_or_takes_other_arguments_is_an_error(monkeypatch):
+    check_overridden(SplitAccelerator, Accelerator)
+    for name, change in (("no_sync", None), ("is_last_process", None), ("reduce", lambda self, values: None)):
+        with monkeypatch.context() as changed:
+            changed.delattr(Accelerator, name) if change is None else changed.setattr(Accelerator, name, change)
+            with pytest.raises(UnsupportedError, match=rf"Accelerator.{name} of accelerate \d"):
+                check_overridden(SplitAccelerator, Accelerator)

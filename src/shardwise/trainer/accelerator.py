@@ -239,7 +239,9 @@ class SplitAccelerator(SavesState):
             data = [row for rows in lists for row in rows]
         else:
             data = self.gather(input_data)
-        num_rows = self.rows_of_last_batch()
+        num_rows, remainder = self.rows_of_last_batch(), self.gradient_state.remainder
+        if num_rows is None and self.mesh.data_size == 1 and self.gradient_state.end_of_dataloader and remainder > 0:
+            num_rows = remainder  # of a loader that is not dealt
         if num_rows is None:
             return data
         return data[:num_rows] if isinstance(data, list) else recursively_apply(lambda value: value[:num_rows], data)

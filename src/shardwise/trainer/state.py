@@ -39,7 +39,10 @@ class SavesState(Accelerator):
         _refuse("save_state", [*self._save_model_state_pre_hook], save_model_func_kwargs, safe=safe_serialization)
         project = self.project_configuration
         is_named = project.automatic_checkpoint_naming
-        place = self._checkpoints() / f"checkpoint_{project.iteration}" if is_named else Path(output_dir).absolute()
+        is_in_project = is_named or output_dir is None
+        place = (
+            self._checkpoints() / f"checkpoint_{project.iteration}" if is_in_project else Path(output_dir).absolute()
+        )
 
         def request() -> SaveRequest:
             if is_named and place.exists():
