@@ -32,7 +32,7 @@ def share_loss(model: nn.Module) -> None:
     """Gives a split model one loss for all ranks, once; see [Note: one loss for all]."""
     registry = registry_of(model)
     root = registry.model() or model
-    if _HOOKS not in root.__dict__:
+    if registry.mesh.data_size > 1 and _HOOKS not in root.__dict__:
         LossHooks(root, registry, gradients_of(root))
 
 

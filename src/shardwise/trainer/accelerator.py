@@ -5,16 +5,15 @@ them, and nothing is wrapped around the model. Functions of `accelerate.utils` k
 gather over all ranks.
 
 # [Note: a loop of accelerate's]
-A loop that is written for one process is right over any layout. The loss of the model is the mean over the targets of
-all data ranks ([Note: one loss for all]), and `backward` gives its gradients. A loss that the loop computes itself from
-logits, or a sum that it divides by `num_items_in_batch`, is this rank's, and data ranks are averaged, as in DDP.
+The loss of the model is the mean over the targets of all data ranks ([Note: one loss for all]). A loss that the loop
+computes from logits, or a sum divided by `num_items_in_batch`, is this rank's, and data ranks are averaged, as in DDP.
 Schedules are written for one process, and step once for each data rank (once with `split_batches`), as ever. The last
 batch is filled up with rows without targets (labels of -100), which `gather_for_metrics` cuts off.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -73,15 +72,6 @@ class SplitAccelerator(SavesState):
         return bool(self.state.is_last_process)
 
     @override
-    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """Decorator: runs a function on the first rank of the data rank `process_index`."""
-        if function is None:
-            return partial(self.on_process, process_index=process_index)
-        shape = self.mesh.shape
-        first = next((rank for rank in range(shape.world_size) if shape.data_rank(rank) == process_index), None)
-        return super().on_process(function, first)
-
-    @override
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """Context manager: this data rank's part of `inputs`, equal on tp and pp ranks."""
@@ -91,12 +81,10 @@ class SplitAccelerator(SavesState):
 
     @override
     def check_trigger(self) -> bool:
-        """Returns whether any rank has called `set_trigger`. Communicates: two all-reduces of a number."""
-        flag = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
-        if (group := self.mesh.group()) is not None:
-            all_reduce_(flag, group, largest=True)
-        self.flag_tensor = flag
-        return bool(super().check_trigger())
+        """Returns whether any rank has called `set_trigger`. Communicates: a gather of numbers."""
+        flags = all_gather_objects(int(self.flag_tensor or 0), self.mesh.group())
+        self.flag_tensor = None
+        return any(flags)
 
     @override
     def prepare_model(
@@ -105,10 +93,11 @@ class SplitAccelerator(SavesState):
         """Adds autocast to a split model, and wraps nothing around it. Other models are moved to the device.
 
         Raises:
-            UnsupportedError: a model that is not split is to be trained beside a split one; see `prepare`.
+            UnsupportedError: a model that is not split would be trained in a loop of the user's.
         """
-        is_trained = not evaluation_mode and any(each.requires_grad for each in model.parameters())
-        if self.has_one_loss and is_trained and not is_split(model) and self.mesh.shape.world_size > 1:
+        if self.has_one_loss and is_split(model):
+            share_loss(model)
+        elif self.has_one_loss and not evaluation_mode and any(each.requires_grad for each in model.parameters()):
             raise UnsupportedError(
                 f"training a {type(model).__name__} that is not split, beside a model that is",
                 why="nothing would sum its gradients over ranks",
@@ -117,8 +106,6 @@ class SplitAccelerator(SavesState):
         # In evaluation mode accelerate adds autocast alone.
         moves = False if is_split(model) else device_placement
         prepared: nn.Module = super().prepare_model(model, device_placement=moves, evaluation_mode=True)
-        if self.has_one_loss and is_split(model) and self.mesh.data_size > 1:
-            share_loss(model)
         return prepared
 
     @override
@@ -130,10 +117,8 @@ class SplitAccelerator(SavesState):
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Wraps the scheduler, which steps once for each data rank, or once if loaders split batches."""
         prepared = super().prepare_scheduler(scheduler)
-        if type(prepared) is AcceleratedScheduler:
-            prepared.__class__ = SplitScheduler
-            prepared.steps = 1 if self.split_batches else self.num_processes
-            prepared.split_batches = True  # of accelerate: one step for a call
+        prepared.__class__ = SplitScheduler
+        prepared.steps, prepared.split_batches = 1 if self.split_batches else self.num_processes, True
         return prepared
 
     @override
@@ -167,21 +152,15 @@ class SplitAccelerator(SavesState):
             non_blocking=self.non_blocking,
             use_stateful_dataloader=self.use_stateful_dataloader,
         )
-        self._dataloaders.append(dealt := self._dealt(prepared))
-        return dealt
+        prepared = SplitLoader.of(prepared, self) if self.has_one_loss else prepared
+        self._dataloaders.append(prepared)
+        return prepared
 
     @override
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Returns a loader that begins with a later batch."""
-        return self._dealt(super().skip_first_batches(dataloader, num_batches))
-
-    def _dealt(self, loader: Any) -> Any:
-        """Returns a loader of accelerate's as one that drops the targets of copies."""
-        if not isinstance(loader, DataLoaderShard) or not self.has_one_loss:
-            return loader
-        dealt = SplitLoader.__new__(SplitLoader)
-        dealt.__dict__.update(vars(loader), accelerator=self)
-        return dealt
+        loader = super().skip_first_batches(dataloader, num_batches)
+        return SplitLoader.of(loader, self) if self.has_one_loss else loader
 
     @override
     @contextmanager
@@ -267,58 +246,43 @@ class SplitAccelerator(SavesState):
     @override
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Pads tensors along `dim` to the largest size on any data rank."""
-        group = self.mesh.group(*DATA_AXES)
-
-        def pad_one(value: Tensor) -> Tensor:
-            whole = full_tensor(value)
-            if group is None or dim >= whole.ndim:
-                return whole
-            size = torch.tensor(whole.shape[dim], device=self.mesh.device)
-            all_reduce_(size, group, largest=True)
-            missing = int(size) - whole.shape[dim]
-            if not missing:
-                return whole
-            filled = whole.new_full((*whole.shape[:dim], missing, *whole.shape[dim + 1 :]), pad_index)
-            return torch.cat([filled, whole] if pad_first else [whole, filled], dim=dim)
-
-        return recursively_apply(pad_one, tensor, error_on_other_type=True)
+        whole = recursively_apply(full_tensor, tensor, error_on_other_type=True)
+        return super().pad_across_processes(whole, dim, pad_index, pad_first)  # over all ranks, of which some are alike
 
 
 class SplitLoader(DataLoaderShard):
-    """A loader of this data rank's rows. In the last batch, rows that fill it up have no targets.
-
-    Attributes:
-        accelerator: the one that has prepared it.
-    """
+    """A loader of this data rank's rows. In the last batch, rows that fill it up have no targets."""
 
     accelerator: SplitAccelerator
 
+    @classmethod
+    def of(cls, loader: DataLoaderShard, accelerator: SplitAccelerator) -> "SplitLoader":
+        """Returns a loader that accelerate has prepared as one of these."""
+        made = cls.__new__(cls)
+        made.__dict__.update(vars(loader), accelerator=accelerator)
+        return made
+
     @override
     def __iter__(self) -> Iterator[Any]:
+        mesh = self.accelerator.mesh
         for batch in super().__iter__():
-            yield self._without_targets(batch) if self.end_of_dataloader else batch
-
-    def _without_targets(self, batch: Any) -> Any:
-        mesh, num_rows = self.accelerator.mesh, rows_of_last_batch(self)
-        if num_rows is None or num_rows % mesh.data_size == 0 or not isinstance(batch, Mapping):
-            return batch
-        labels = batch.get("labels")
-        is_number = isinstance(labels, Tensor) and labels.is_floating_point()
-        if is_number and any(model.training for model in self.accelerator._models):
-            raise UnsupportedError(
-                f"a last batch of {counted(num_rows, 'row')} with numbers as labels, for {mesh.data_size} data ranks",
-                why="rows are copied to fill it up, and would count in the loss",
-                fix="use drop_last=True, or a batch size that divides the rows",
-            )
-        return drop_targets(batch, num_own_rows(num_rows, mesh.data_size, mesh.data_rank))
+            num_rows = rows_of_last_batch(self) if self.end_of_dataloader else None
+            if num_rows is None or num_rows % mesh.data_size == 0 or not isinstance(batch, Mapping):
+                yield batch
+                continue
+            labels = batch.get("labels")
+            is_number = isinstance(labels, Tensor) and labels.is_floating_point()
+            if is_number and any(model.training for model in self.accelerator._models):
+                raise UnsupportedError(
+                    f"a last batch of {counted(num_rows, 'row')} with numbers as labels, for several data ranks",
+                    why="rows are copied to fill it up, and would count in the loss",
+                    fix="use drop_last=True, or a batch size that divides the rows",
+                )
+            yield drop_targets(batch, num_own_rows(num_rows, mesh.data_size, mesh.data_rank))
 
 
 class SplitScheduler(AcceleratedScheduler):
-    """A scheduler that steps once for each data rank, as accelerate steps one for each process.
-
-    Attributes:
-        steps: how often it steps after an optimizer's step.
-    """
+    """A scheduler that steps `steps` times after an optimizer's step: once for each data rank."""
 
     steps: int
 
@@ -326,44 +290,36 @@ class SplitScheduler(AcceleratedScheduler):
     def step(self, *args: Any, **options: Any) -> None:
         """Steps, if the optimizer has."""
         is_counted = self.step_with_optimizer and self.gradient_state.sync_gradients
-        for _ in range(self.steps if is_counted else 1):
-            ends = getattr(self.scheduler, "total_steps", None)  # OneCycleLR's, which raises after it
-            if not is_counted or ends is None or self.scheduler._step_count <= ends:
-                super().step(*args, **options)
+        for number in range(self.steps if is_counted else 1):
+            if not number or self.scheduler._step_count <= getattr(self.scheduler, "total_steps", math.inf):
+                super().step(*args, **options)  # OneCycleLR raises after its total_steps
 
 
 def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool] | None = None) -> Any:
     """Prepares split models with their optimizers, loaders and schedulers, as `accelerator.prepare` does for others.
 
-    Turns the accelerator, in place, into one for split models: see [Note: a loop of accelerate's]. Its own `prepare`
-    serves from then on, too.
+    Turns the accelerator, in place, into one for split models, whose own methods serve from then on. See [Note: a loop
+    of accelerate's].
 
     Args:
         accelerator: one that has prepared nothing yet.
-        objects: a model from `shardwise.load` or `shardwise.parallelize`, optimizers of its parameters, loaders,
-            schedulers; in any order.
-        device_placement: for each object, whether it is moved to the device. A split model is there.
-
-    Returns:
-        The prepared objects, in the order of `objects`.
+        objects: a model from `shardwise.load`, and optimizers, loaders and schedulers, in any order.
+        device_placement: for each object, whether it is moved to the device.
 
     Raises:
-        ConfigError: no model is split, or the accelerator has prepared something already.
+        ConfigError: no model is split, or the accelerator has prepared something else.
         UnsupportedError: the accelerator or an object asks for what split models cannot do.
 
     Communicates: a gather of numbers, and for each loader a broadcast of two.
     """
     registry = next((registry_of(each) for each in objects if isinstance(each, nn.Module) and is_split(each)), None)
     if registry is None:
-        raise ConfigError(
-            "shardwise.trainer.prepare without a split model",
-            fix="pass one from shardwise.load(path, mesh), or call accelerator.prepare",
-        )
-    mesh, is_new = registry.mesh, not isinstance(accelerator, SplitAccelerator)
+        raise ConfigError("prepare without a split model", fix="pass one, or call accelerator.prepare")
     held = (accelerator._models, accelerator._optimizers, accelerator._dataloaders, accelerator._schedulers)
-    if (is_new and any(held)) or (isinstance(accelerator, SplitAccelerator) and accelerator.mesh is not mesh):
+    mesh = getattr(accelerator, "mesh", None if any(held) else registry.mesh)
+    if mesh is not registry.mesh:
         raise ConfigError(
-            "an accelerator that is used already" + ("" if is_new else f", over {accelerator.mesh.shape}"),
+            "an accelerator that is used already",
             why="what it has prepared was for other processes than the data ranks of this model",
             fix="prepare the split model first, with all that belongs to it",
         )

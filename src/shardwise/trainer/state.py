@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from torch import nn
 from typing_extensions import override
 
 from shardwise.api.checkpoints import load_checkpoint, save_request, save_with
@@ -22,27 +21,25 @@ class SavesState(Accelerator):
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> str:
         """Saves the model, optimizers, schedulers, random states and registered objects as one checkpoint.
 
-        It appears complete or not at all. Registered objects must have the same state on every rank.
+        Registered objects must have the same state on every rank.
 
         Args:
-            output_dir: the checkpoint's directory. With `automatic_checkpoint_naming` it is `checkpoint_N` in the
-                project's `checkpoints`, of which the newest `total_limit` stay.
+            output_dir: the checkpoint's directory. With `automatic_checkpoint_naming` it is the project's next one.
 
         Returns:
             The checkpoint's directory.
 
-        Raises:
-            UnsupportedError: hooks or options ask for another format, or several models are trained.
-
         Communicates: as `shardwise.save_checkpoint`.
         """
-        _refuse("save_state", [*self._save_model_state_pre_hook], save_model_func_kwargs, safe=safe_serialization)
+        if self._save_model_state_pre_hook or save_model_func_kwargs or not safe_serialization:
+            raise UnsupportedError(
+                "save_state of a split model with hooks or options of accelerate's formats",
+                why="the checkpoint is Shardwise's, which holds the parts of every rank",
+                fix="leave them out, and write files of your own beside it",
+            )
         project = self.project_configuration
         is_named = project.automatic_checkpoint_naming
-        is_in_project = is_named or output_dir is None
-        place = (
-            self._checkpoints() / f"checkpoint_{project.iteration}" if is_in_project else Path(output_dir).absolute()
-        )
+        place = self._place(f"checkpoint_{project.iteration}" if is_named else output_dir, is_named=is_named)
 
         def request() -> SaveRequest:
             if is_named and place.exists():
@@ -67,22 +64,19 @@ class SavesState(Accelerator):
             input_dir: the checkpoint's directory. Default: the newest of the project's.
 
         Raises:
-            LoadError: it is none, or does not fit; nothing is changed.
-            UnsupportedError: a scheduler is to go on over another number of data ranks, but counts them.
+            LoadError: it is none of `save_state`, or does not fit; nothing is changed.
+            UnsupportedError: a schedule that counts data ranks would go on over another number of them.
 
         Communicates: as `shardwise.load_checkpoint`.
         """
-        _refuse("load_state", [*self._load_model_state_pre_hook], load_model_func_kwargs | (load_kwargs or {}))
-        place = None if input_dir is None else Path(input_dir).absolute()
-        root, tag = (self._checkpoints(), None) if place is None else (place.parent, place.name)
-        state = (load_checkpoint(root, tag) or {}).get(_KEY)
-        number = len(self._custom_objects)
-        if state is None or len(state["custom"]) != number:
+        place = self._place("newest" if input_dir is None else input_dir, is_named=input_dir is None)
+        root, tag = place.parent, None if input_dir is None else place.name
+        state = (load_checkpoint(root, tag) or {}).get(_KEY, {"custom": ()})
+        if len(state["custom"]) != (number := len(self._custom_objects)) or "step" not in state:
             raise LoadError(
-                "a checkpoint that save_state did not write" if state is None else "other objects than those saved",
-                at=str(place or root),
-                why=None if state is None else f"{len(state['custom'])} were registered, and now {number}",
-                fix="use shardwise.load_checkpoint" if state is None else "register the same ones, in the same order",
+                f"{place} does not hold what save_state of this script saves",
+                why=f"{number} objects are registered, and it holds {len(state['custom'])}",
+                fix="register the same ones, in the same order; or use shardwise.load_checkpoint",
             )
         if (saved := state["scheduler_steps"]) != (steps := self._scheduler_steps()) and saved and steps:
             raise UnsupportedError(
@@ -97,10 +91,11 @@ class SavesState(Accelerator):
             self.scaler.load_state_dict(state["scaler"])
         self.step = state["step"]
 
-    def _checkpoints(self) -> Path:
-        if self.project_dir is None:
+    def _place(self, directory: Any, *, is_named: bool) -> Path:
+        """Returns the path of a checkpoint. `is_named`: one of the project's, by its name."""
+        if directory is None or (is_named and self.project_dir is None):
             raise ConfigError("no directory for a checkpoint", fix="pass one, or project_dir= to the Accelerator")
-        return Path(self.project_dir).absolute() / "checkpoints"
+        return Path(self.project_dir, "checkpoints", directory).absolute() if is_named else Path(directory).absolute()
 
     def _scheduler_steps(self) -> int:
         """Returns how often schedulers step after an optimizer's step; 0 if the caller alone steps them."""
@@ -109,14 +104,12 @@ class SavesState(Accelerator):
     def _parts(self) -> dict[str, Any]:
         """Returns the model, optimizers and schedulers of a checkpoint."""
         split = [each for each in self._models if is_split(each)]
-        models: list[nn.Module] = [
-            each for each in split if any(value.requires_grad for value in each.parameters())
-        ] or split
-        if len(models) != 1:
+        trained = [each for each in split if any(value.requires_grad for value in each.parameters())]
+        if len(models := trained or split) != 1:
             raise UnsupportedError(
                 f"the state of {len(models)} split models",
                 why="a checkpoint holds one",
-                fix="shardwise.save_checkpoint",
+                fix="shardwise.save_checkpoint of each",
             )
         optimizers = [each.optimizer for each in self._optimizers]
         schedulers = [each.scheduler for each in self._schedulers]
@@ -125,14 +118,3 @@ class SavesState(Accelerator):
             "optimizer": (optimizers if optimizers[1:] else optimizers[0]) if optimizers else None,
             "scheduler": (schedulers if schedulers[1:] else schedulers[0]) if schedulers else None,
         }
-
-
-def _refuse(what: str, hooks: list[Any], options: dict[str, Any], *, safe: bool = True) -> None:
-    """Raises for what asks for checkpoints in a format of accelerate's."""
-    asked = [*options, *(["hooks"] if hooks else []), *([] if safe else ["safe_serialization=False"])]
-    if asked:
-        raise UnsupportedError(
-            f"{what} of a split model with {asked[0]}",
-            why="the checkpoint is Shardwise's, which holds the parts of every rank",
-            fix="leave it out, and write files of your own beside it",
-        )
