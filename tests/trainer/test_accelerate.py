@@ -280,6 +280,7 @@ def deferred(mesh):
 
         with accelerator.no_sync(model):
             accelerator.backward(loss(first))
+            accelerator.clip_grad_value_(model.parameters(), 1.0)  # reads them
             if is_triggered:
                 with accelerator.trigger_sync_in_backward(model):
                     accelerator.backward(loss(second))
@@ -333,12 +334,14 @@ def refusals(mesh, directory):
     uneven = accelerator.prepare(DataLoader(numbers, 2))
     model.train()
     found.append(said(UnsupportedError, lambda: [*uneven]))
+    with accelerator.no_sync(model):
+        found.append(said(UnsupportedError, lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0)))
     assert not model.eval().training
     assert len([*uneven]) == 1
     return found
 
 
-@pytest.mark.parametrize("layout", ["fsdp2"])
+@pytest.mark.parametrize("layout", ["ddp2"])
 def test_what_cannot_be_is_said(on_ranks, layout, tmp_path):
     wanted = [
         "prepare without a split model",
@@ -351,6 +354,7 @@ def test_what_cannot_be_is_said(on_ranks, layout, tmp_path):
         "does not hold what save_state of this script saves",
         "no directory for a checkpoint",
         "a last batch of 3 rows with numbers as labels, for several data ranks",
+        "clipping gradients that are not reduced yet, over ddp2",
     ]
     for found in on_ranks(refusals, directory=tmp_path):
         for text, said in zip(wanted, found, strict=True):

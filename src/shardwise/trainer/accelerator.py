@@ -11,7 +11,6 @@ Schedules are written for one process, and step once for each data rank (once wi
 batch is filled up with rows without targets (labels of -100), which `gather_for_metrics` cuts off.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -192,8 +191,29 @@ class SplitAccelerator(SavesState):
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Clips the gradients to a norm over all ranks; see `shardwise.clip_grad_norm_`."""
         self.unscale_gradients()
-        model = next((each for each in self._models if is_split(each)), None)
-        return clip_grad_norm_(list(parameters), max_norm, norm_type, model=model)
+        return clip_grad_norm_(list(parameters), max_norm, norm_type, model=self._complete_gradients())
+
+    @override
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clips every entry of the gradients. Communicates: what completes them, between accumulated batches."""
+        self._complete_gradients()
+        super().clip_grad_value_(parameters, clip_value)
+
+    def _complete_gradients(self) -> nn.Module | None:
+        """Returns the trained model, with gradients that are summed over ranks."""
+        models = [each for each in self._models if is_split(each)]
+        model = next((each for each in models if any(value.requires_grad for value in each.parameters())), None)
+        if model is not None:
+            gradients, registry = gradients_of(model), registry_of(model)
+            is_accumulating = registry.stages is None and (gradients.is_deferred or not self.sync_gradients)
+            if is_accumulating and (self.mesh.size("ddp") > 1 or registry.policy.zero_stage == 1):
+                raise UnsupportedError(
+                    f"clipping gradients that are not reduced yet, over {self.mesh.shape}",
+                    why="those of accumulated batches are reduced with the last one's",
+                    fix="clip if accelerator.sync_gradients",
+                )
+            gradients.complete()
+        return model if model is not None else next(iter(models), None)
 
     @override
     def gather(self, tensor: Any) -> Any:
@@ -290,9 +310,10 @@ class SplitScheduler(AcceleratedScheduler):
     def step(self, *args: Any, **options: Any) -> None:
         """Steps, if the optimizer has."""
         is_counted = self.step_with_optimizer and self.gradient_state.sync_gradients
+        ends = getattr(self.scheduler, "total_steps", None)  # OneCycleLR's, which raises after them
         for number in range(self.steps if is_counted else 1):
-            if not number or self.scheduler._step_count <= getattr(self.scheduler, "total_steps", math.inf):
-                super().step(*args, **options)  # OneCycleLR raises after its total_steps
+            if not number or ends is None or self.scheduler.last_epoch < ends:
+                super().step(*args, **options)
 
 
 def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool] | None = None) -> Any:
