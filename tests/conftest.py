@@ -46,6 +46,7 @@ DEAR = (
     "peft",
     "lightning.pytorch",
     "shardwise.lightning",
+    "shardwise.trainer",
     "shardwise.cli.training",
     "shardwise.compat.neuronx_distributed.trainer",
 )

@@ -23,6 +23,7 @@ OF_OTHERS = {
     *("_is_hf_initialized", "_keys_to_ignore_on_save", "_loss_function", "_model_mapping", "_name_or_path"),
     *("_set_gradient_checkpointing", "_tp_plan", "_weight_conversions", "_weight_map"),
     *(
+        *("_custom_objects", "_save_model_state_pre_hook"),
         *("_dataloaders", "_is_accelerate_prepared", "_models", "_prepare_inputs", "_save_scaler", "_train_batch_size"),
         *(
             "_get_output_dir",

@@ -14,7 +14,6 @@ import shardwise
 from bench.onecard.reads import ReadCount
 from shardwise.data.batch import count_targets, split_rows
 from shardwise.errors import ConfigError, GradientError, UnsupportedError
-from shardwise.lightning.models import LossHooks
 from shardwise.optim.gradients import gradients_of
 from shardwise.parameters.registry import registry_of
 from shardwise.pipeline.runner import runner_of
@@ -22,6 +21,7 @@ from shardwise.plan.options import FsdpPolicy, Pipeline, Precision, Recompute
 from shardwise.proof.parity import measure
 from shardwise.schedule.schedule import SCHEDULES, build_schedule
 from shardwise.topology.shape import MeshShape
+from shardwise.train.one_loss import LossHooks
 from tests.families import FULL_PRODUCT, MANY_STEPS, rows_of, tiny_batch, tiny_model
 from tests.oracle import differing, differing_gradients
 

@@ -1,5 +1,6 @@
 """Batches of a training step: checks, division of rows, and counts of targets."""
 
+import copy
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
@@ -372,6 +373,15 @@ def make_up_targets(batch: Mapping[str, Any]) -> dict[str, Tensor]:
         for name, value in found.items()
         if not value.is_floating_point()
     }
+
+
+def drop_targets(batch: Mapping[str, Any], first: int) -> Any:
+    """Returns a copy of a batch, without the targets of the rows from `first` on. Numbers as labels stay."""
+    changed: Any = copy.copy(batch)
+    for name in make_up_targets(batch):
+        changed[name] = batch[name].clone()
+        changed[name][first:] = _length(batch) if name in SPANS else IGNORED
+    return changed
 
 
 def _count_others(name: str, batch: Mapping[str, Any]) -> int | Tensor:

@@ -1,41 +1,56 @@
 """accelerate on a split model: an `Accelerator` whose processes are the data ranks.
 
 Ranks that differ only in tp or pp read the same rows. So `num_processes` is the number of data ranks, gathers run over
-them, and nothing is wrapped around the model.
+them, and nothing is wrapped around the model. Functions of `accelerate.utils` know nothing of this: they count and
+gather over all ranks.
+
+# [Note: a loop of accelerate's]
+The loss of the model is the mean over the targets of all data ranks ([Note: one loss for all]). A loss that the loop
+computes from logits, or a sum divided by `num_items_in_batch`, is this rank's, and data ranks are averaged, as in DDP.
+Schedules are written for one process, and step once for each data rank (once with `split_batches`), as ever. The last
+batch is filled up with rows without targets (labels of -100), which `gather_for_metrics` cuts off.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import recursively_apply
+from accelerate import Accelerator, PartialState
+from accelerate.data_loader import DataLoaderShard, prepare_data_loader
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import recursively_apply, set_seed
 from accelerate.utils.dataclasses import DynamoBackend
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from shardwise.api.checkpoints import full_state_dict
 from shardwise.comm.collectives import all_gather_list, all_gather_objects, all_reduce_, broadcast_object
-from shardwise.errors import UnsupportedError
+from shardwise.data.batch import drop_targets
+from shardwise.errors import ConfigError, UnsupportedError, counted
 from shardwise.mesh import Mesh
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.gradients import gradients_of
 from shardwise.optim.summing import time_reduction
 from shardwise.parameters.registry import is_split, registry_of
 from shardwise.topology.shape import DATA_AXES
-from shardwise.trainer.rows import deal_rows, rows_of_last_batch
+from shardwise.train.one_loss import share_loss
+from shardwise.trainer.rows import deal_rows, num_own_rows, rows_of_last_batch
+from shardwise.trainer.state import SavesState
 
 
-class SplitAccelerator(Accelerator):
+class SplitAccelerator(SavesState):
     """An `Accelerator` for a split model; `follow` turns an existing one into it.
 
     Attributes:
         mesh: the mesh of the split model.
+        has_one_loss: whether models that are prepared return the loss of all data ranks; see `prepare`.
     """
 
     mesh: Mesh
+    has_one_loss = False
+    flag_tensor: Any
 
     @override
     @property
@@ -50,10 +65,43 @@ class SplitAccelerator(Accelerator):
         return self.mesh.data_rank
 
     @override
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last of all ranks."""
+        return bool(self.state.is_last_process)
+
+    @override
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Context manager: this data rank's part of `inputs`, equal on tp and pp ranks."""
+        split: Any = PartialState.split_between_processes  # reads num_processes and process_index, which are ours
+        with split(self, inputs, apply_padding) as part:
+            yield part
+
+    @override
+    def check_trigger(self) -> bool:
+        """Returns whether any rank has called `set_trigger`. Communicates: a gather of numbers."""
+        flags = all_gather_objects(int(self.flag_tensor or 0), self.mesh.group())
+        self.flag_tensor = None
+        return any(flags)
+
+    @override
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Adds autocast to a split model, and wraps nothing around it. Other models are moved to the device."""
+        """Adds autocast to a split model, and wraps nothing around it. Other models are moved to the device.
+
+        Raises:
+            UnsupportedError: a model that is not split would be trained in a loop of the user's.
+        """
+        if self.has_one_loss and is_split(model):
+            share_loss(model)
+        elif self.has_one_loss and not evaluation_mode and any(each.requires_grad for each in model.parameters()):
+            raise UnsupportedError(
+                f"training a {type(model).__name__} that is not split, beside a model that is",
+                why="nothing would sum its gradients over ranks",
+                fix="split it too, or freeze it: requires_grad_(False)",
+            )
         # In evaluation mode accelerate adds autocast alone.
         moves = False if is_split(model) else device_placement
         prepared: nn.Module = super().prepare_model(model, device_placement=moves, evaluation_mode=True)
@@ -65,10 +113,18 @@ class SplitAccelerator(Accelerator):
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     @override
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Wraps the scheduler, which steps once for each data rank, or once if loaders split batches."""
+        prepared = super().prepare_scheduler(scheduler)
+        prepared.__class__ = SplitScheduler
+        prepared.steps, prepared.split_batches = 1 if self.split_batches else self.num_processes, True
+        return prepared
+
+    @override
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """Returns a loader of this data rank's rows, equal on tp and pp ranks; see `deal_rows`.
+        """Returns a loader of this data rank's rows, equal on tp and pp ranks; see `deal_rows` and `SplitLoader`.
 
         Raises:
             UnsupportedError: `dispatch_batches=True`, by which rank 0 alone would read.
@@ -95,31 +151,69 @@ class SplitAccelerator(Accelerator):
             non_blocking=self.non_blocking,
             use_stateful_dataloader=self.use_stateful_dataloader,
         )
+        prepared = SplitLoader.of(prepared, self) if self.has_one_loss else prepared
         self._dataloaders.append(prepared)
         return prepared
+
+    @override
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Returns a loader that begins with a later batch."""
+        loader = super().skip_first_batches(dataloader, num_batches)
+        return SplitLoader.of(loader, self) if self.has_one_loss else loader
 
     @override
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Context manager: delays the reduction of gradients to a later backward."""
-        if not is_split(model) or registry_of(model).stages is not None:  # a pipeline's forward has summed already
+        with _deferred(model, is_deferred=True):
             yield
-            return
-        gradients = gradients_of(model)
-        gradients.is_deferred = True
-        time_reduction(gradients.registry, is_last=False)
-        try:
+
+    @override
+    @staticmethod
+    @contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """Context manager: gradients are reduced by the next backward, also inside of `no_sync`."""
+        with _deferred(model, is_deferred=False):
             yield
-        finally:
-            gradients.is_deferred = False
-            time_reduction(gradients.registry, is_last=True)
+
+    @override
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Context manager that does nothing: every data rank reads as many batches, and copies count nothing."""
+        yield
+
+    @override
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Returns the state dict of the unsplit model on every rank. Communicates: as `shardwise.full_state_dict`."""
+        return full_state_dict(model) if is_split(model) else super().get_state_dict(model, unwrap)
 
     @override
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Clips the gradients to a norm over all ranks; see `shardwise.clip_grad_norm_`."""
         self.unscale_gradients()
-        model = next((each for each in self._models if is_split(each)), None)
-        return clip_grad_norm_(list(parameters), max_norm, norm_type, model=model)
+        return clip_grad_norm_(list(parameters), max_norm, norm_type, model=self._complete_gradients())
+
+    @override
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clips every entry of the gradients. Communicates: what completes them, between accumulated batches."""
+        self._complete_gradients()
+        super().clip_grad_value_(parameters, clip_value)
+
+    def _complete_gradients(self) -> nn.Module | None:
+        """Returns the trained model, with gradients that are summed over ranks."""
+        models = [each for each in self._models if is_split(each)]
+        model = next((each for each in models if any(value.requires_grad for value in each.parameters())), None)
+        if model is not None:
+            gradients, registry = gradients_of(model), registry_of(model)
+            is_accumulating = registry.stages is None and (gradients.is_deferred or not self.sync_gradients)
+            if is_accumulating and (self.mesh.size("ddp") > 1 or registry.policy.zero_stage == 1):
+                raise UnsupportedError(
+                    f"clipping gradients that are not reduced yet, over {self.mesh.shape}",
+                    why="those of accumulated batches are reduced with the last one's",
+                    fix="clip if accelerator.sync_gradients",
+                )
+            gradients.complete()
+        return model if model is not None else next(iter(models), None)
 
     @override
     def gather(self, tensor: Any) -> Any:
@@ -144,7 +238,9 @@ class SplitAccelerator(Accelerator):
             data = [row for rows in lists for row in rows]
         else:
             data = self.gather(input_data)
-        num_rows = self.rows_of_last_batch()
+        num_rows, remainder = self.rows_of_last_batch(), self.gradient_state.remainder
+        if num_rows is None and self.mesh.data_size == 1 and self.gradient_state.end_of_dataloader and remainder > 0:
+            num_rows = remainder  # of a loader that is not dealt
         if num_rows is None:
             return data
         return data[:num_rows] if isinstance(data, list) else recursively_apply(lambda value: value[:num_rows], data)
@@ -170,21 +266,90 @@ class SplitAccelerator(Accelerator):
     @override
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Pads tensors along `dim` to the largest size on any data rank."""
-        group = self.mesh.group(*DATA_AXES)
+        whole = recursively_apply(full_tensor, tensor, error_on_other_type=True)
+        return super().pad_across_processes(whole, dim, pad_index, pad_first)  # over all ranks, of which some are alike
 
-        def pad_one(value: Tensor) -> Tensor:
-            whole = full_tensor(value)
-            if group is None or dim >= whole.ndim:
-                return whole
-            size = torch.tensor(whole.shape[dim], device=self.mesh.device)
-            all_reduce_(size, group, largest=True)
-            missing = int(size) - whole.shape[dim]
-            if not missing:
-                return whole
-            filled = whole.new_full((*whole.shape[:dim], missing, *whole.shape[dim + 1 :]), pad_index)
-            return torch.cat([filled, whole] if pad_first else [whole, filled], dim=dim)
 
-        return recursively_apply(pad_one, tensor, error_on_other_type=True)
+class SplitLoader(DataLoaderShard):
+    """A loader of this data rank's rows. In the last batch, rows that fill it up have no targets."""
+
+    accelerator: SplitAccelerator
+
+    @classmethod
+    def of(cls, loader: DataLoaderShard, accelerator: SplitAccelerator) -> "SplitLoader":
+        """Returns a loader that accelerate has prepared as one of these."""
+        made = cls.__new__(cls)
+        made.__dict__.update(vars(loader), accelerator=accelerator)
+        return made
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        mesh = self.accelerator.mesh
+        for batch in super().__iter__():
+            num_rows = rows_of_last_batch(self) if self.end_of_dataloader else None
+            if num_rows is None or num_rows % mesh.data_size == 0 or not isinstance(batch, Mapping):
+                yield batch
+                continue
+            labels = batch.get("labels")
+            is_number = isinstance(labels, Tensor) and labels.is_floating_point()
+            if is_number and any(model.training for model in self.accelerator._models):
+                raise UnsupportedError(
+                    f"a last batch of {counted(num_rows, 'row')} with numbers as labels, for several data ranks",
+                    why="rows are copied to fill it up, and would count in the loss",
+                    fix="use drop_last=True, or a batch size that divides the rows",
+                )
+            yield drop_targets(batch, num_own_rows(num_rows, mesh.data_size, mesh.data_rank))
+
+
+class SplitScheduler(AcceleratedScheduler):
+    """A scheduler that steps `steps` times after an optimizer's step: once for each data rank."""
+
+    steps: int
+
+    @override
+    def step(self, *args: Any, **options: Any) -> None:
+        """Steps, if the optimizer has."""
+        is_counted = self.step_with_optimizer and self.gradient_state.sync_gradients
+        ends = getattr(self.scheduler, "total_steps", None)  # OneCycleLR's, which raises after them
+        for number in range(self.steps if is_counted else 1):
+            if not number or ends is None or self.scheduler.last_epoch < ends:
+                super().step(*args, **options)
+
+
+def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool] | None = None) -> Any:
+    """Prepares split models with their optimizers, loaders and schedulers, as `accelerator.prepare` does for others.
+
+    Turns the accelerator, in place, into one for split models, whose own methods serve from then on. See [Note: a loop
+    of accelerate's].
+
+    Args:
+        accelerator: one that has prepared nothing yet.
+        objects: a model from `shardwise.load`, and optimizers, loaders and schedulers, in any order.
+        device_placement: for each object, whether it is moved to the device.
+
+    Raises:
+        ConfigError: no model is split, or the accelerator has prepared something else.
+        UnsupportedError: the accelerator or an object asks for what split models cannot do.
+
+    Communicates: a gather of numbers, and for each loader a broadcast of two.
+    """
+    registry = next((registry_of(each) for each in objects if isinstance(each, nn.Module) and is_split(each)), None)
+    if registry is None:
+        raise ConfigError("prepare without a split model", fix="pass one, or call accelerator.prepare")
+    held = (accelerator._models, accelerator._optimizers, accelerator._dataloaders, accelerator._schedulers)
+    mesh = getattr(accelerator, "mesh", None if any(held) else registry.mesh)
+    if mesh is not registry.mesh:
+        raise ConfigError(
+            "an accelerator that is used already",
+            why="what it has prepared was for other processes than the data ranks of this model",
+            fix="prepare the split model first, with all that belongs to it",
+        )
+    split = follow(accelerator, mesh)
+    split.has_one_loss = True
+    seeds = all_gather_objects(torch.random.initial_seed(), mesh.group("tp", "pp"))
+    if len({*seeds}) > 1:  # set_seed(seed, device_specific=True), which counts all ranks: copies would drift apart
+        set_seed(seeds[0] % 2**32)
+    return split.prepare(*objects, device_placement=device_placement)
 
 
 def follow(accelerator: Accelerator, mesh: Mesh) -> SplitAccelerator:
@@ -207,6 +372,21 @@ def follow(accelerator: Accelerator, mesh: Mesh) -> SplitAccelerator:
     assert isinstance(accelerator, SplitAccelerator)
     accelerator.mesh = mesh
     return accelerator
+
+
+@contextmanager
+def _deferred(model: nn.Module, *, is_deferred: bool) -> Iterator[None]:
+    if not is_split(model) or registry_of(model).stages is not None:  # a pipeline's forward has summed already
+        yield
+        return
+    gradients = gradients_of(model)
+    before, gradients.is_deferred = gradients.is_deferred, is_deferred
+    time_reduction(gradients.registry, is_last=not is_deferred)
+    try:
+        yield
+    finally:
+        gradients.is_deferred = before
+        time_reduction(gradients.registry, is_last=not before)
 
 
 def full_tensor(value: Tensor) -> Tensor:

@@ -2,13 +2,19 @@
 
 import functools
 import inspect
+import sys
 from typing import Any
 
 import transformers
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard
+from accelerate.scheduler import AcceleratedScheduler
 
 from shardwise.errors import UnsupportedError
+from shardwise.trainer.accelerator import SplitAccelerator, SplitLoader, SplitScheduler
 from shardwise.trainer.adapted import SplitTrainer
 from shardwise.trainer.checkpoint import SavesSplitModels
+from shardwise.trainer.state import SavesState
 
 
 @functools.cache
@@ -32,29 +38,32 @@ def adapt(trainer: type[Any]) -> type[Any]:
 
 
 def check_overridden(own: type[Any], overridden: type[Any]) -> None:
-    """Raises if a method that `own` overrides is missing in `overridden`, or takes other arguments there.
-
-    Names that `overridden` lacks and that no call of `super()` in `own` uses are `own`'s.
-    """
+    """Raises if a method that `own` marks with `@override` is missing in `overridden`, or has other arguments there."""
     for name, method in vars(own).items():
-        if (
-            name.startswith("__")
-            or not inspect.isfunction(method)
-            or f"super().{name}" not in inspect.getsource(method)
-        ):
+        function = method.__func__ if isinstance(method, staticmethod) else method
+        is_property = isinstance(method, property) and not name.startswith("_")
+        if not is_property and not getattr(function, "__override__", False):
             continue
         theirs = getattr(overridden, name, None)
-        given = [each for each in inspect.signature(method).parameters.values() if each.name not in ("args", "options")]
-        if theirs is None or not {each.name for each in given} <= {*inspect.signature(theirs).parameters}:
+        names = set() if is_property else {*inspect.signature(function).parameters} - {"args", "options"}
+        if theirs is None or (names and not names <= {*inspect.signature(theirs).parameters}):
+            package = overridden.__module__.partition(".")[0]
             raise UnsupportedError(
-                f"{overridden.__name__}.{name} of transformers {transformers.__version__}",
+                f"{overridden.__name__}.{name} of {package} {sys.modules[package].__version__}",
                 why="shardwise.trainer overrides it, and it is gone or takes other arguments",
-                fix="use a version of transformers that docs/trainer.md lists",
+                fix=f"use a version of {package} that docs/trainer.md lists",
             )
 
 
-for _own in (SplitTrainer, SavesSplitModels):
-    check_overridden(_own, transformers.Trainer)
+for _own, _overridden in (
+    (SplitTrainer, transformers.Trainer),
+    (SavesSplitModels, transformers.Trainer),
+    (SplitAccelerator, Accelerator),
+    (SavesState, Accelerator),
+    (SplitScheduler, AcceleratedScheduler),
+    (SplitLoader, DataLoaderShard),
+):
+    check_overridden(_own, _overridden)
 
 Trainer: Any = adapt(transformers.Trainer)
 Seq2SeqTrainer: Any = adapt(transformers.Seq2SeqTrainer)
