@@ -104,7 +104,7 @@ bench: $(READY)
 	for file in bench/tp.py bench/fsdp.py bench/load.py bench/checkpoint.py bench/pipeline.py bench/scale.py bench/start.py; do echo "== $$file"; $(PY) "$$file"; done
 
 drill: $(READY)
-	SHARDWISE_DRILL=1 $(PY) -m pytest -q tests/checkpoint tests/cli/test_kills.py tests/pipeline/drill_pipelines.py tests/machines/drill_machines.py
+	SHARDWISE_DRILL=1 $(PY) -m pytest -q tests/checkpoint tests/cli/test_kills.py tests/trainer/test_kills.py tests/pipeline/drill_pipelines.py tests/machines/drill_machines.py
 
 machines: $(READY)
 	$(PY) -m pytest -q -rs tests/machines/drill_machines.py
