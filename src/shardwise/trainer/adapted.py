@@ -16,7 +16,7 @@ import functools
 import inspect
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from shardwise.parameters.registry import is_split, registry_of, reshard
 from shardwise.pipeline.runner import runner_of
 from shardwise.plan.options import Compile, ParallelSpec, Recompute
 from shardwise.runtime.adapter_facts import find_model
-from shardwise.topology.shape import DATA_AXES
+from shardwise.topology.shape import DATA_AXES, MeshShape
 from shardwise.train.step import TrainStep
 from shardwise.trainer.accelerator import follow, full_tensor
 from shardwise.trainer.checkpoint import SavesSplitModels
@@ -63,6 +63,7 @@ class SplitTrainer(SavesSplitModels):
     """
 
     _mesh: Mesh | None = None
+    _split: Callable[[Any], nn.Module] | None = None
     optimizer: Any
 
     def __init__(
@@ -76,22 +77,26 @@ class SplitTrainer(SavesSplitModels):
         **options: Any,
     ) -> None:
         asked = {name: options.pop(name) for name in list(options) if name in ParallelSpec.__dataclass_fields__}
-        init = super().__init__
-        args = inspect.signature(init).bind_partial(model, *others, **options).arguments.get("args")
+        # The position of `args` differs: TRL's DPOTrainer takes the reference model before it.
+        beside = (*others, *options.values())
+        args = next((each for each in beside if isinstance(each, transformers.TrainingArguments)), None)
         if layout is not None:
-            model = _split(model, layout, auto_class, asked, args)
+            self._mesh = mesh = Mesh.open(layout)
+            self._split = functools.partial(_split, mesh=mesh, auto_class=auto_class, asked=asked, args=args)
+            model = model if model is None else self._split(model)
         elif asked or auto_class is not None:
             raise ConfigError(f"{next(iter(asked), 'auto_class')}= without a layout", fix='add layout="fsdp2.tp2"')
+        elif isinstance(model, nn.Module) and is_split(model):
+            self._mesh = registry_of(model).mesh
         self._weighs_targets, self._num_microbatches = token_weighted_eval, num_microbatches
-        self._mesh = registry_of(model).mesh if isinstance(model, nn.Module) and is_split(model) else None
         self._shares: deque[tuple[int, int] | None] = deque()
         self._rows: tuple[int, int] | None = None
         self._num_targets: Tensor | float = 1.0
         self._eval_sums: Tensor | None = None
         self._steps: dict[int, TrainStep] = {}
         if self._mesh is not None:
-            _check_arguments(args, model)
-        init(model, *others, **options)
+            _check_arguments(args, self._mesh.shape)
+        super().__init__(model, *others, **options)
         if self._mesh is not None:
             self._check_pipeline()
 
@@ -103,8 +108,26 @@ class SplitTrainer(SavesSplitModels):
         super().create_accelerator_and_postprocess()
         if self._mesh is not None:
             follow(self.accelerator, self._mesh)
-            if self.args.data_seed is None:  # a resumed run deals the same rows, whatever its random states
-                self.accelerator.dataloader_config.data_seed = torch.random.initial_seed()
+            self._note_data_seed()
+
+    def _note_data_seed(self) -> None:
+        if self.args.data_seed is None:  # a resumed run deals the same rows, whatever its random states
+            self.accelerator.dataloader_config.data_seed = torch.random.initial_seed()
+
+    @override
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """Returns a fresh model of `model_init`, split as `layout` says."""
+        model: nn.Module = super().call_model_init(trial)
+        self._steps.clear()
+        if self._mesh is not None:
+            self._note_data_seed()  # which training has just set
+        if self._split is None and is_split(model):
+            raise UnsupportedError(
+                "model_init= that returns a split model",
+                why="the Trainer opens its processes before it calls model_init",
+                fix='return the model unsplit, and add layout="fsdp2.tp2"',
+            )
+        return model if self._split is None else self._split(model)
 
     @override
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -297,7 +320,7 @@ class SplitTrainer(SavesSplitModels):
         forward = inspect.unwrap(type(find_model(self.model)).forward)
         names = getattr(getattr(forward, "__func__", forward), "__code__", None)
         is_passed_on = names is None or "loss_function" in names.co_names
-        problem = getattr(find_model(self.model).config, "problem_type", None)
+        problem = getattr(getattr(find_model(self.model), "config", None), "problem_type", None)
         return (
             bool(self.model_accepts_loss_kwargs) and is_passed_on and problem in (None, "single_label_classification")
         )
@@ -405,9 +428,8 @@ class SplitTrainer(SavesSplitModels):
             )
 
 
-def _split(model: Any, layout: str, auto_class: Any, asked: Mapping[str, Any], args: Any) -> nn.Module:
-    """Opens the mesh, and loads the model or splits the given one."""
-    mesh = Mesh.open(layout)
+def _split(model: Any, *, mesh: Mesh, auto_class: Any, asked: Mapping[str, Any], args: Any) -> nn.Module:
+    """Loads the model or splits the given one."""
     asked = dict(asked)
     if getattr(args, "gradient_checkpointing", False) or getattr(args, "activation_checkpointing", False):
         asked.setdefault("recompute", Recompute(mode="full"))
@@ -419,9 +441,8 @@ def _split(model: Any, layout: str, auto_class: Any, asked: Mapping[str, Any], a
     return loaded
 
 
-def _check_arguments(args: Any, model: nn.Module) -> None:
+def _check_arguments(args: Any, shape: MeshShape) -> None:
     """Raises for arguments of a Trainer that a split model cannot follow."""
-    shape = registry_of(model).mesh.shape
     asked = {
         "deepspeed": ("the layout says how the model is split", 'use a layout such as "fsdp2.tp2"'),
         "fsdp": ("the layout says how the model is split", 'use a layout such as "fsdp2"'),
