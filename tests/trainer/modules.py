@@ -24,11 +24,17 @@ CONFIGS = {
     "mixtral": lambda: transformers.MixtralConfig(
         **TEXT, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2
     ),
+    "decoder": lambda: transformers.LlamaConfig(**TEXT, num_key_value_heads=2, num_labels=3, pad_token_id=0),
+    "numbers": lambda: transformers.LlamaConfig(**TEXT, num_key_value_heads=2, num_labels=1, pad_token_id=0),
+    "tokens": lambda: transformers.LlamaConfig(**TEXT, num_key_value_heads=2, num_labels=3, classifier_dropout=0.0),
     "bert": lambda: transformers.BertConfig(**TEXT, num_labels=3),
     "vit": lambda: transformers.ViTConfig(**SIZES, image_size=16, patch_size=8, num_labels=3),
     "t5": lambda: transformers.T5Config(**T5, decoder_start_token_id=0, pad_token_id=0),
 }
 CLASSES = {
+    "decoder": transformers.LlamaForSequenceClassification,
+    "numbers": transformers.LlamaForSequenceClassification,
+    "tokens": transformers.LlamaForTokenClassification,
     "bert": transformers.BertForSequenceClassification,
     "vit": transformers.ViTForImageClassification,
     "t5": transformers.T5ForConditionalGeneration,
@@ -65,9 +71,12 @@ class Rows(Dataset):
     def __getitem__(self, row):
         if self.family == "vit":
             return {"pixel_values": self.pixels[row], "labels": self.classes[row]}
-        if self.family == "bert":
+        if self.family in ("bert", "decoder"):
             return {"input_ids": self.ids[row], "labels": self.classes[row]}
+        if self.family == "numbers":
+            return {"input_ids": self.ids[row], "labels": self.pixels[row, 0, 0, 0]}
         labels = self.ids[row].clone()
+        labels = labels % 3 if self.family == "tokens" else labels
         labels[: 10 if row == 4 else (row * 3) % 7] = -100
         return {"input_ids": self.ids[row].flip(0) if self.family == "t5" else self.ids[row], "labels": labels}
 

@@ -158,10 +158,27 @@ def test_a_path_and_a_layout(on_ranks, tmp_path, layout):
         assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in curve(run)], abs=1e-5)
 
 
-def refused(mesh, options, beside, directory):
+def refused(mesh, options, beside, directory, family="llama"):
+    beside, collator = dict(beside), transformers.DataCollatorWithFlattening
+    if "data_collator" in beside:
+        beside["data_collator"] = collator(return_seq_idx=False)
     with pytest.raises(UnsupportedError) as raised:
-        split_trainer(mesh, "llama", directory, max_steps=2, beside=beside, **options).train()
+        split_trainer(mesh, family, directory, num_rows=15, beside=beside, **{"max_steps": 5, **options}).train()
     return str(raised.value)
+
+
+def with_a_foreign_optimizer(mesh, directory):
+    model = build("llama")
+    given = arguments(directory, max_steps=2)
+    optimizers = torch.optim.SGD(model.parameters(), lr=0.1), None
+    with pytest.raises(ConfigError) as raised:
+        Trainer(model, given, train_dataset=Rows("llama", 8), layout="fsdp2", optimizers=optimizers).train()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2"])
+def test_an_optimizer_of_the_unsplit_model_is_refused(on_ranks, tmp_path, layout):
+    assert all("not the split model's" in text for text in on_ranks(with_a_foreign_optimizer, directory=str(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -172,6 +189,8 @@ def refused(mesh, options, beside, directory):
         ("fsdp2", {"train_sampling_strategy": "batch_rebalance"}, {}, "batch_rebalance"),
         ("fsdp2", {"optim": "adafactor"}, {}, "Adafactor"),
         ("fsdp2", {"accelerator_config": {"dispatch_batches": True}}, {}, "dispatch_batches=True"),
+        ("fsdp2", {}, {"data_collator": None}, "copies of rows that fill it up cannot be found"),
+        ("pp2", {"fp16": True}, {}, "fp16=True"),
         ("pp2", {"label_smoothing_factor": 0.1}, {}, "loss of Trainer's own"),
         ("pp2", {}, {"compute_loss_func": own_loss}, "loss of Trainer's own"),
     ],
@@ -180,8 +199,16 @@ def test_what_cannot_be_is_one_error(on_ranks, tmp_path, layout, options, beside
     assert all(words in text for text in on_ranks(refused, directory=str(tmp_path)))
 
 
+@pytest.mark.parametrize(("layout", "family"), [("pp2", "numbers")])
+def test_numbers_as_labels_are_not_copied_in_a_pipeline(on_ranks, tmp_path, layout, family):
+    for text in on_ranks(refused, directory=str(tmp_path), options={"rows": 6}, beside={"num_microbatches": 4}):
+        assert "without labels of classes or tokens" in text
+
+
 @pytest.mark.single
 def test_wrong_arguments_of_the_adapter():
+    with pytest.raises(TypeError, match="derive it from transformers.Trainer"):
+        type("Own", (Trainer,), {"compute_loss": OfRows.compute_loss})
     with pytest.raises(TypeError, match="subclass of transformers.Trainer"):
         adapt(torch.nn.Linear)
     with pytest.raises(ConfigError, match="sequence_parallel= without a layout"):

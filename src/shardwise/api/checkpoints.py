@@ -269,6 +269,13 @@ def read_pretrained(model: nn.Module, directory: str | os.PathLike[str]) -> None
             if entry is not None and entry.is_held and (lazy := found.tensors.get(entry.fqn)) is not None:
                 own = local_part(parameter)
                 own.copy_(read_part(entry.fqn, lazy, registry, own.dtype))
+        for name, value in state_names(find_model(model)).items():
+            if (
+                value is not None
+                and not isinstance(value, nn.Parameter)
+                and (lazy := found.tensors.get(name)) is not None
+            ):
+                value.copy_(read_part(name, lazy, registry, value.dtype))
 
 
 def fill_model(model: nn.Module, checkpoint: StoredParts | None, fill: Callable[[], object]) -> None:

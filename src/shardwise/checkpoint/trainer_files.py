@@ -102,12 +102,15 @@ def open_trainer(
     if scheduler is not None:
         state = torch.load(directory / "scheduler.pt", map_location="cpu", weights_only=True)
         values["scheduler"] = encode_tree(state, "scheduler", {})
-        values["scheduler_class"] = "LambdaLR" if "lr_lambdas" in state else None
-        if len({*state["base_lrs"]}) > 1:
+        values["scheduler_class"] = (
+            "LambdaLR" if "lr_lambdas" in state else "ReduceLROnPlateau" if "patience" in state else None
+        )
+        rates = state.get("base_lrs", state.get("_last_lr"))  # ReduceLROnPlateau has none of its own
+        if len({*rates}) > 1:
             raise LoadError(
                 "Trainer's scheduler had other rates for some parameters", at=str(directory), fix="pass none"
             )
-        options = {"lr": state["_last_lr"][0], "initial_lr": state["base_lrs"][0]}
+        options = {"lr": state["_last_lr"][0], "initial_lr": rates[0]}
     facts: dict[str, Any] = {"number": 0, "time": 0, "versions": {}, "files": {}, "content": "all", "model": ""}
     manifest = Manifest(**facts, tag=directory.name, step=known["global_step"], layout="tp1")
     tensors, optimizers = dict[str, StoredTensor](), dict[str, Any]()

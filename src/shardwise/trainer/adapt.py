@@ -49,7 +49,7 @@ def check_overridden(own: type[Any], overridden: type[Any]) -> None:
         if theirs is None or (names and not names <= {*inspect.signature(theirs).parameters}):
             package = overridden.__module__.partition(".")[0]
             raise UnsupportedError(
-                f"{overridden.__name__}.{name} of {package} {sys.modules[package].__version__}",
+                f"{overridden.__name__}.{name} of {package} {getattr(sys.modules[package], '__version__', '')}",
                 why="shardwise.trainer overrides it, and it is gone or takes other arguments",
                 fix=f"use a version of {package} that docs/trainer.md lists",
             )

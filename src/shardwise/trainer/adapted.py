@@ -6,17 +6,20 @@ own where the model is not split. `adapt` checks that the methods that are overr
 arguments. Nothing of transformers or accelerate is changed for other trainers of the process.
 
 # [Note: losses of a Trainer]
-transformers divides the sum of a loss by the number of all targets of the accumulated batches (`num_items_in_batch`),
-where the model's loss takes that number, and multiplies it by the number of processes, because DDP averages gradients.
-Others (BERT's and T5's, for example) ignore the number and return a mean over this rank's targets. Its average over
-ranks is another number than the loss of one process. So such a loss is weighted by this rank's share of the targets.
+transformers gives the model the number of all targets of the accumulated batches (`num_items_in_batch`), by which many
+losses divide their sum, and multiplies what comes out by the number of processes, because DDP averages gradients. A
+loss that ignores the number (BERT's, T5's, that of a decoder that classifies) is then too large by the number of
+processes. So with several data ranks the model is not told: its loss is the mean over this rank's targets, and is
+weighted by their share. In one process a loss that ignores the number is a mean for each accumulated batch, and their sum; so it is here.
 """
 
 import functools
 import inspect
 import math
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,9 +29,19 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from typing_extensions import override
 
 from shardwise.api.building import load, parallelize
+from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.collectives import all_reduce_, broadcast_object
-from shardwise.data.batch import flops_of, make_up_targets, targets_of
+from shardwise.data.batch import (
+    check_divides,
+    drop_targets,
+    flops_of,
+    is_medium,
+    make_up_targets,
+    target_names,
+    targets_of,
+)
 from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.loss.label_use import check_model_divides
 from shardwise.mesh import Mesh
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.optimizer import build_optimizer
@@ -91,7 +104,7 @@ class SplitTrainer(SavesSplitModels):
         self._weighs_targets, self._num_microbatches = token_weighted_eval, num_microbatches
         self._shares: deque[tuple[int, int] | None] = deque()
         self._rows: tuple[int, int] | None = None
-        self._num_targets: Tensor | float = 1.0
+        self._num_targets: Any = None
         self._eval_sums: Tensor | None = None
         self._steps: dict[int, TrainStep] = {}
         if self._mesh is not None:
@@ -99,6 +112,18 @@ class SplitTrainer(SavesSplitModels):
         super().__init__(model, *others, **options)
         if self._mesh is not None:
             self._check_pipeline()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuses subclasses whose loss or steps would hide those of this class."""
+        super().__init_subclass__(**options)
+        hidden = {"compute_loss", "training_step", "prediction_step", "evaluation_loop", "get_batch_samples"} & {
+            *vars(cls)
+        }
+        if hidden and not cls.__module__.startswith("shardwise."):
+            raise TypeError(
+                f"{cls.__name__} overrides {min(hidden)}, as the Trainer of shardwise.trainer does: derive it from "
+                f"transformers.Trainer, and use shardwise.trainer.adapt({cls.__name__})"
+            )
 
     # The model and its processes
 
@@ -190,17 +215,31 @@ class SplitTrainer(SavesSplitModels):
         num_rows = self.accelerator.rows_of_last_batch()
         return None if num_rows is None else (num_own_rows(num_rows, mesh.data_size, mesh.data_rank), num_rows)
 
-    def _own_part(self, batch: Any, rows: tuple[int, int] | None) -> Any:
-        """Returns a batch without copies of rows. A rank without rows keeps one, whose labels count nothing."""
+    def _own_part(self, batch: Any, rows: tuple[int, int] | None, *, keeps_rows: bool = False) -> Any:
+        """Returns a batch in which copies of rows count nothing.
+
+        Copies are cut off; a rank without rows keeps one, without targets. In pipelines, where rows must divide, beside
+        images, which have other rows, and with `keeps_rows`, copies stay, without targets.
+        """
         if rows is None or self._mesh is None or not isinstance(batch, Mapping):
             return batch
-        own, held, dealt = rows[0], _num_rows(batch), math.ceil(rows[1] / self._mesh.data_size)
-        if own == dealt or held % dealt:
+        size = self._mesh.data_size
+        own, held, dealt = rows[0], _num_rows(batch), math.ceil(rows[1] / size)
+        if rows[1] % size and held % dealt:
+            raise UnsupportedError(
+                f"a last batch of {rows[1]} rows over {size} data ranks, of which the collator makes {held}",
+                why="copies of rows that fill it up cannot be found in it",
+                fix="use dataloader_drop_last=True, or a number of rows that divides",
+            )
+        has_targets = self._is_default_loss and bool(make_up_targets(batch))
+        if self._is_pipeline and rows[1] % size and not has_targets:
+            raise _refuse_numbers(rows[1], size)
+        if own == dealt:
             return batch
-        if self._is_pipeline:
-            return self._unlabeled(batch, own)  # rows must divide into microbatches
+        if has_targets and (keeps_rows or self._is_pipeline or any(map(is_medium, batch))):
+            return drop_targets(batch, own)
         cut = {name: _cut(value, held, dealt, max(own, 1)) for name, value in batch.items()}
-        return self._unlabeled(cut, 0) if own == 0 and self._takes_num_items else cut
+        return drop_targets(cut, 0) if own == 0 else cut
 
     @override
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
@@ -210,15 +249,6 @@ class SplitTrainer(SavesSplitModels):
             held = _num_rows(inputs)
             inputs = {name: _cut(value, held, min(held, dealt), own) for name, value in inputs.items()}
         super()._track_num_input_tokens(inputs)
-
-    def _unlabeled(self, batch: Mapping[str, Any], first: int) -> dict[str, Any]:
-        """Returns a batch whose rows from `first` on have no targets."""
-        changed = dict(batch)
-        for name in self.label_names:
-            if isinstance(value := batch.get(name), Tensor) and not value.is_floating_point():
-                changed[name] = value.clone()
-                changed[name][first:] = -100
-        return changed
 
     # Losses and gradients
 
@@ -246,9 +276,10 @@ class SplitTrainer(SavesSplitModels):
         if number not in self._steps:
             self._steps[number] = TrainStep(self.model, self._mesh, num_microbatches=number)
         if missing := -held % number:
-            inputs = self._unlabeled(
-                {name: _refilled(each, held, held + missing) for name, each in inputs.items()}, held
-            )
+            if not make_up_targets(inputs):
+                raise _refuse_numbers(held, number)
+            refilled = {name: _refilled(each, held, held + missing) for name, each in inputs.items()}
+            inputs = drop_targets(refilled, held)
         is_scaled = num_items is not None and self.model_accepts_loss_kwargs
         weight: Any = 1.0 if is_scaled else 1 / self.current_gradient_accumulation_steps
         if is_scaled and self._takes_num_items:
@@ -269,25 +300,40 @@ class SplitTrainer(SavesSplitModels):
         Communicates: as the model's forward; with several data ranks, where the loss takes no `num_items_in_batch`, one
         all-reduce of a number.
         """
-        compute = super().compute_loss
-        mesh = self._mesh
-        if mesh is None or mesh.data_size == 1:
-            self._num_targets = 1.0 if mesh is None else self._target_count(inputs)
+        compute, mesh = super().compute_loss, self._mesh
+        if mesh is None:
             return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
-        if self._takes_num_items and num_items_in_batch is not None:
-            self._num_targets = num_items_in_batch
-            return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        is_counted = num_items_in_batch is not None and self._takes_num_items
         own = self._target_count(inputs)
-        self._num_targets = total = self._sum_over_data(own)
+        if mesh.data_size == 1 or (is_counted and not self._is_default_loss):
+            self._num_targets = num_items_in_batch if is_counted else own
+            return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        self._num_targets = total = torch.as_tensor(num_items_in_batch) if is_counted else self._sum_over_data(own)
         if self._is_default_loss:
             made_up = make_up_targets(inputs)
+            self._check_divides(inputs)
             inputs = {**inputs, **{name: torch.where(own > 0, inputs[name], made_up[name]) for name in made_up}}
-        result = compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        # Without the number of targets every loss is a mean over this rank's.
+        result = compute(model, inputs, return_outputs=return_outputs)
         loss = result[0] if return_outputs else result
-        is_multiplied = num_items_in_batch is not None and self.args.average_tokens_across_devices
-        is_multiplied = is_multiplied and bool(self.model_accepts_loss_kwargs or self.compute_loss_func)
-        loss = loss * (own / total.clamp(min=1.0) * (1 if is_multiplied else mesh.data_size))
+        loss = loss * (own / total.clamp(min=1.0) * mesh.data_size)
         return (loss, *result[1:]) if return_outputs else loss
+
+    def _check_divides(self, inputs: Mapping[str, Any]) -> None:
+        """Raises where the loss of data ranks' rows cannot be put together; the same on every rank."""
+        assert self._mesh is not None
+        if self.model.training:
+            check_model_divides(self.model, self._mesh.data_size)
+        with (
+            raise_on_all_ranks(self._mesh.group(*DATA_AXES), "counting its targets")
+            if self._has_several
+            else nullcontext()
+        ):
+            check_divides(self.model, inputs, [inputs], self._mesh.data_size)
+
+    @functools.cached_property
+    def _has_several(self) -> bool:
+        return len(target_names(self.model)) > 1
 
     def _target_count(self, inputs: Mapping[str, Any]) -> Tensor:
         """Returns the number of this rank's targets, float32 scalar: tokens or rows."""
@@ -318,8 +364,11 @@ class SplitTrainer(SavesSplitModels):
         if not self._is_default_loss:
             return bool(self.compute_loss_func or self.label_smoother or self.model_accepts_loss_kwargs)
         forward = inspect.unwrap(type(find_model(self.model)).forward)
-        names = getattr(getattr(forward, "__func__", forward), "__code__", None)
-        is_passed_on = names is None or "loss_function" in names.co_names
+        try:
+            text = inspect.getsource(forward)
+        except (OSError, TypeError):  # a class made on the way
+            text = "loss_function(**kwargs)"
+        is_passed_on = re.search(r"loss_function\([^)]*\*\*", text) is not None
         problem = getattr(getattr(find_model(self.model), "config", None), "problem_type", None)
         return (
             bool(self.model_accepts_loss_kwargs) and is_passed_on and problem in (None, "single_label_classification")
@@ -332,7 +381,16 @@ class SplitTrainer(SavesSplitModels):
         Raises:
             UnsupportedError: the optimizer is no torch optimizer class over groups of parameters (GaLore, LOMO, Muon).
         """
-        if self._mesh is None or self.optimizer is not None:
+        if self._mesh is None:
+            return super().create_optimizer(model)
+        if self.optimizer is not None:
+            held = {id(each) for each in self.model.parameters()}
+            if any(id(each) not in held for group in self.optimizer.param_groups for each in group["params"]):
+                raise ConfigError(
+                    "optimizers= of parameters that are not the split model's",
+                    why="the model was split after the optimizer was built",
+                    fix="pass optimizer_cls_and_kwargs=, or split the model first: shardwise.load(path, mesh)",
+                )
             return super().create_optimizer(model)
         reshard(self.model)
         kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
@@ -366,7 +424,10 @@ class SplitTrainer(SavesSplitModels):
         """Returns the norm over all ranks."""
         if self._mesh is None:
             return super()._get_grad_norm(model, grad_norm)
-        return clip_grad_norm_(self.model, float("inf")) if grad_norm is None else grad_norm
+        if grad_norm is None:
+            self.accelerator.unscale_gradients()
+            return clip_grad_norm_(self.model, float("inf"))
+        return grad_norm
 
     # Evaluation
 
@@ -374,8 +435,8 @@ class SplitTrainer(SavesSplitModels):
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
         """Evaluates one copy of each row; `eval_loss` is the mean over all targets.
 
-        Communicates: as the model's forward and the gathers of what metrics ask for; one all-reduce of two numbers, and
-        a broadcast of the metrics.
+        Communicates: as the model's forward and the gathers of what metrics ask for; for each batch, an all-reduce of a
+        number or two; a broadcast of the metrics.
         """
         if self._mesh is None:
             return super().evaluation_loop(*args, **options)
@@ -383,7 +444,7 @@ class SplitTrainer(SavesSplitModels):
         self.gather_function = functools.partial(gather, use_gather_object=self.args.eval_use_gather_object)
         self._eval_sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         output = super().evaluation_loop(*args, **options)
-        sums, self._eval_sums = self._sum_over_data(self._eval_sums), None
+        sums, self._eval_sums = self._eval_sums, None
         name = f"{options.get('metric_key_prefix', 'eval')}_loss"
         if self._weighs_targets and name in output.metrics and float(sums[1]):
             output.metrics[name] = float(sums[0] / sums[1])
@@ -404,14 +465,28 @@ class SplitTrainer(SavesSplitModels):
         if self._mesh is None:
             return step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **options)
         self._rows, held = self._own_rows(), _num_rows(inputs)
-        own = self._own_part(inputs, self._rows)
+        own = self._own_part(inputs, self._rows, keeps_rows=True)
+        self._num_targets = None
         loss, logits, labels = step(model, own, prediction_loss_only, ignore_keys=ignore_keys, **options)
-        if loss is not None and self._eval_sums is not None:
-            weight = torch.as_tensor(self._num_targets, device=loss.device).double() / self._mesh.data_size
-            self._eval_sums += torch.stack([torch.where(weight > 0, loss.double() * weight, 0.0), weight])
+        if loss is not None:
+            loss = self._mean_over_ranks(loss.detach(), own)
         if self._rows is not None and (kept := _num_rows(own)) < held:
             logits, labels = (_refilled(each, kept, held) for each in (logits, labels))
         return loss, logits, labels
+
+    def _mean_over_ranks(self, loss: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+        """Returns the loss of all data ranks' rows, and adds it to what evaluation sums."""
+        if self._num_targets is None:  # Seq2SeqTrainer generates, and calls the model itself
+            own = self._target_count(inputs)
+            share, total = torch.where(own > 0, loss * own, 0.0), self._sum_over_data(own)
+            mean = self._sum_over_data(share) / total.clamp(min=1.0)
+        else:
+            total = torch.as_tensor(self._num_targets, device=loss.device)
+            assert self._mesh is not None
+            mean = self._sum_over_data(loss) / self._mesh.data_size
+        if self._eval_sums is not None:
+            self._eval_sums += torch.stack([torch.where(total > 0, mean.double() * total, 0.0), total.double()])
+        return mean
 
     # Pipelines
 
@@ -456,6 +531,8 @@ def _check_arguments(args: Any, shape: MeshShape) -> None:
     }
     if shape.world_size == 1:
         del asked["auto_find_batch_size"]
+    if shape.pp_size > 1:
+        asked["fp16"] = ("a step of a pipeline has no loss scale of accelerate's", "use bf16=True")
     if shape.data_size > 1 and not getattr(args, "average_tokens_across_devices", True):
         raise UnsupportedError(
             f"average_tokens_across_devices=False over {shape}",
@@ -465,6 +542,14 @@ def _check_arguments(args: Any, shape: MeshShape) -> None:
     for name, (why, fix) in asked.items():
         if getattr(args, name, None):
             raise UnsupportedError(f"{name}={getattr(args, name)!r} with a split model", why=why, fix=fix)
+
+
+def _refuse_numbers(num_rows: int, parts: int) -> UnsupportedError:
+    return UnsupportedError(
+        f"a batch of {num_rows} rows in {parts} parts of a pipeline, without labels of classes or tokens",
+        why="copies of rows fill it up, and would count in the loss",
+        fix="use dataloader_drop_last=True, and batches that divide",
+    )
 
 
 def _num_rows(batch: Mapping[str, Any]) -> int:

@@ -5,6 +5,7 @@ parameters, optimizer, scheduler and random states by name. It appears complete 
 """
 
 import functools
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from shardwise.checkpoint.manifest import MANIFEST
 from shardwise.checkpoint.stored import open_checkpoint
 from shardwise.checkpoint.trainer_files import is_trainer
 from shardwise.comm.agree import raise_on_all_ranks
+from shardwise.lora.files import load_adapter_weights
 from shardwise.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 else:
     _Trainer = object  # the class beside a mixin has the methods that it overrides
 
-_STATE, _ARGUMENTS = "trainer_state.json", "training_args.bin"
+_STATE, _ARGUMENTS, _INCOMPLETE = "trainer_state.json", "training_args.bin", "checkpoint-is-incomplete.txt"
 
 
 class SavesSplitModels(_Trainer):
@@ -72,6 +74,9 @@ class SavesSplitModels(_Trainer):
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         root = Path(self._get_output_dir(trial=trial))
+        with raise_on_all_ranks(self._mesh.group(), "clearing the place of a checkpoint"):
+            if self.args.should_save and [each.name for each in (root / name).glob("*")] == [_INCOMPLETE]:
+                shutil.rmtree(root / name)  # transformers marks a directory before it saves after SIGTERM
         if self.state.best_global_step:
             best = root / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
             if best.name == name or best.exists():
@@ -129,7 +134,11 @@ class SavesSplitModels(_Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         place = _place_of(resume_from_checkpoint)
-        if is_trainer(place):  # of transformers' own
+        if is_trainer(place) and (place / "adapter_config.json").exists():
+            with raise_on_all_ranks(self._mesh.group(), "reading the adapter"):
+                load_adapter_weights(self.model, place)
+            return
+        if is_trainer(place):  # of transformers' own, or the model alone
             read_pretrained(self.model, place)
             return
         # The Trainer continues random states later, when it has read up to its place in the data.
@@ -151,6 +160,8 @@ class SavesSplitModels(_Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
         elif checkpoint is not None:
             place = _place_of(checkpoint)
+            if is_trainer(place) and not (place / "scheduler.pt").exists():
+                return  # the model alone was saved
             where = (place, None) if is_trainer(place) else (place.parent, place.name)
             load_checkpoint(*where, optimizer=_plain(self.optimizer), scheduler=self.lr_scheduler)
 
