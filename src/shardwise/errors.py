@@ -130,7 +130,8 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
 
 def one_line(error: BaseException, *, limit: int | None = None) -> str:
     """Returns the text of another library's error in one line of at most `limit` characters, for use in our errors."""
-    return " ".join(str(error).split())[:limit]
+    text = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) or not str(error) else str(error)
+    return " ".join(text.split())[:limit]
 
 
 @contextmanager
@@ -143,7 +144,7 @@ def as_error(
     limit: int | None = None,
 ) -> Iterator[None]:
     """Context manager: converts another library's error of the given kinds, by default of any, to one of ours. Its text
-    of at most `limit` characters becomes the reason.
+    of at most `limit` characters becomes the reason. An `OSError` that names a file says where, else `at` does.
     """
     caught = kinds or (Exception,)
     try:
@@ -152,4 +153,5 @@ def as_error(
         raise
     except caught as error:
         why = getattr(error, "strerror", None) or one_line(error, limit=limit)  # an OSError's without number and file
-        raise error_class(summary, at=at, why=why, fix=fix) from error
+        file = getattr(error, "filename", None)
+        raise error_class(summary, at=file if isinstance(file, str) else at, why=why, fix=fix) from error

@@ -105,7 +105,7 @@ class Export:
         queues: dict[int, list[ExportGroup]] = {rank: [] for rank in writers}
         turns, last, rank = itertools.cycle(writers), -1, writers[0]
         for group in groups:
-            numbers = [self._shards.shard_of(name) for name in group.names]
+            numbers = [self._shards.shard_of[name] for name in group.names]
             if min(numbers) > last:
                 rank = next(turns)
             last = max(last, *numbers)
@@ -195,8 +195,10 @@ def write_pretrained(
         entries = named_entries(model)
         shared = {name: own for name, own in base.names.items() if own in entries and own not in base.changed}
         tensor_of = {name: entries[own].fqn for name, own in shared.items()}
-        if not (is_tied := has_tied_weights(model, tensor_of)):
-            base = replace(base, names=_with_all_ties(model, base.names))
+        if not (is_tied := has_tied_weights(model, tensor_of)):  # the config will say that nothing is tied
+            ties: Any = model.all_tied_weights_keys
+            aliases = {target: base.names[source] for target, source in ties.items() if source in base.names}
+            base = replace(base, names=aliases | {**base.names})
         metas = {name: every[own] for name, own in base.names.items()}
         groups = plan_export(model, metas, is_tied=is_tied)
         planned = [each for group in groups for each in group.described]
@@ -223,12 +225,6 @@ def write_pretrained(
     finally:
         if writer is not None:
             writer.abort()
-
-
-def _with_all_ties(model: Any, names: Mapping[str, str]) -> dict[str, str]:
-    """Extends `names` by all names that transformers ties, for a model whose config says that nothing is tied."""
-    ties = model.all_tied_weights_keys.items()
-    return {**{target: names[source] for target, source in ties if source in names}, **names}
 
 
 def export_bytes(model: nn.Module) -> int:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shardwise.comm.agree import gather_from_all
-from shardwise.errors import ConfigError, LoadError, UnsupportedError, counted, one_line
+from shardwise.errors import ConfigError, LoadError, UnsupportedError, as_error, counted
 from shardwise.lora.inject import named_biases, peft
 from shardwise.parameters.canonical import canonical_tensor, dtypes_of, names_only, state_names
 from shardwise.parameters.registry import Registry, entries_of, find_parameters, named_entries, registry_of, reshard
@@ -94,11 +94,9 @@ def write_adapter_files(directory: Path, state: Mapping[str, Tensor], config: by
             with atomic_file(directory / file.relative_to(place)) as partial:
                 shutil.copyfile(file, partial)
     header = {"format": "pt", "adapter_config": json.dumps(json.loads(config), sort_keys=True)}
-    with atomic_file(directory / "adapter_model.safetensors") as partial:
-        try:
-            save_file(dict(state), partial, metadata=header)
-        except SafetensorError as error:  # a full disk, too
-            raise OSError(str(error)) from error
+    full_disk = as_error(LoadError, "the adapter cannot be written", SafetensorError, at=str(directory))
+    with full_disk, atomic_file(directory / "adapter_model.safetensors") as partial:
+        save_file(dict(state), partial, metadata=header)
     with atomic_file(directory / ADAPTER_CONFIG) as partial:  # with it, the directory holds an adapter
         partial.write_bytes(config)
 
@@ -140,20 +138,12 @@ def load_adapter_weights(model: nn.Module, place: str | os.PathLike[str]) -> dic
     Communicates: nothing.
     """
     where = os.fspath(place)
-    try:
-        weights = dict(peft().load_peft_weights(where, device=str(registry_of(model).mesh.device)))
-    except Exception as error:  # no file, a damaged file, no network
-        raise LoadError(f"no adapter weights at {where!r}", why=one_line(error, limit=300)) from error
-    try:
-        with names_only(registry_of(model)):
-            result = peft().set_peft_model_state_dict(model, dict(weights))
-    except (RuntimeError, KeyError, ValueError) as error:
-        raise LoadError(
-            f"the adapter at {where!r} does not fit the model",
-            why="\n".join(str(error).splitlines()[:4]),
-            fix="load it with its own config and base model",
-        ) from error
     entries, registry = named_entries(model), registry_of(model)
+    with as_error(LoadError, f"no adapter weights at {where!r}", limit=300):  # no file, a damaged file, no network
+        weights = dict(peft().load_peft_weights(where, device=str(registry.mesh.device)))
+    what, fix = f"the adapter at {where!r} does not fit the model", "load it with its own config and base model"
+    with as_error(LoadError, what, RuntimeError, KeyError, ValueError, fix=fix, limit=400), names_only(registry):
+        result = peft().set_peft_model_state_dict(model, dict(weights))
     missing = [key for key in result.missing_keys if key not in entries or registry.holds(entries[key].fqn)]
     lost = [key for key in missing if ".lora_" in key and ".default" in key]
     if result.unexpected_keys or lost:
@@ -161,7 +151,7 @@ def load_adapter_weights(model: nn.Module, place: str | os.PathLike[str]) -> dic
             f"the adapter at {where!r} is none of this model",
             why=f"it has {counted(len(result.unexpected_keys), 'tensor')} without a place here, such as "
             f"{(result.unexpected_keys or ['none'])[0]}, and lacks {len(lost)}, such as {(lost or ['none'])[0]}",
-            fix="load it with its own config and base model",
+            fix=fix,
         )
     return weights
 
