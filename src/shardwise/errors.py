@@ -21,7 +21,7 @@ An error says what went wrong and, if known, the place, the violated rule with i
 """
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "as_error",
     "counted",
     "did_you_mean",
+    "listed",
     "one_line",
     "sized",
 ]
@@ -119,6 +120,12 @@ def counted(number: int, noun: str) -> str:
 def sized(num_bytes: int) -> str:
     """Returns a number of bytes in words: `"345.6 MiB"`, from 1 GiB on `"1.23 GiB"`."""
     return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Returns at most that many names, and how many there are besides: `"a, b and 3 more"`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:

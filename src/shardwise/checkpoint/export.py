@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from shardwise.checkpoint.collect import slices_of
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.collectives import Group, all_gather_objects, host_device, receive_, send
-from shardwise.errors import LoadError, ShardwiseError
+from shardwise.errors import LoadError, as_error
 from shardwise.parameters.canonical import computed_buffer, dtypes_of, state_names
 from shardwise.parameters.registry import find_parameters, local_part, named_entries, registry_of, reshard
 from shardwise.parameters.replicas import check_replicas
@@ -93,12 +93,9 @@ class Export:
 
     def _await_write(self) -> Exception | None:
         """Waits for the thread; returns its error, which is raised on every rank later."""
-        error = self._writing.exception() if self._writing is not None else None
-        self._writing = None
-        if error is None or isinstance(error, ShardwiseError):
-            return error
-        at = self._shards.path(0).parent
-        return LoadError("the export cannot be written", at=str(at), why=f"{type(error).__name__}: {error}"[:300])
+        writing, self._writing = self._writing, None
+        error: Any = writing.exception() if writing is not None else None
+        return error
 
     def _dealt(self, groups: Sequence[ExportGroup], writers: Sequence[int]) -> Iterator[tuple[ExportGroup, int]]:
         """Yields every group with its writing rank, in turns. Shards with a common group have one writer."""
@@ -119,9 +116,11 @@ class Export:
             full, change = state.pop(name)
             made[name] = full if change is None else change(full)
             del full  # before the next one is made
-        for name, tensor in group.build(made):
-            self._shards.write(name, tensor)
-            del tensor  # before the next one is made
+        place = str(self._shards.path(0).parent)
+        with as_error(LoadError, "the export cannot be written", at=place, limit=300):
+            for name, tensor in group.build(made):
+                self._shards.write(name, tensor)
+                del tensor  # before the next one is made
 
     def _full(self, name: str, target: int) -> tuple[Tensor, WeightDelta | None]:
         """On the rank `target`, the full tensor in host memory, and its change; an empty tensor elsewhere."""

@@ -1,12 +1,11 @@
 """Adapters as they are saved: files in PEFT's format, and weights merged from full tensors. No layout changes them."""
 
 import copy
-import functools
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -245,7 +244,14 @@ class Merger:
         """
         wrappers = self._wrappers.get(fqn, ())
         added = [self._added(*each, adapter) for each in wrappers for adapter in each[1].active_adapters]
-        return functools.partial(_with_added, added=[each for each in added if each is not None])
+
+        @torch.no_grad()
+        def change(full: Tensor) -> Tensor:
+            for delta in filter(None, added):
+                full = full + delta(full).to(full.dtype)
+            return full
+
+        return change
 
     def _added(self, own: str, wrapper: Any, adapter: str) -> WeightDelta | None:
         """Returns the contribution of one adapter to a full bias or weight; None if there is none."""
@@ -277,13 +283,6 @@ def _adds(own: str, wrapper: Any) -> bool:
     if own == "bias":
         return any(getattr(wrapper.lora_B[each], "bias", None) is not None for each in active & {*wrapper.lora_B})
     return not active.isdisjoint({*wrapper.lora_A, *wrapper.lora_embedding_A})
-
-
-@torch.no_grad()
-def _with_added(full: Tensor, added: Sequence[WeightDelta]) -> Tensor:
-    for change in added:
-        full = full + change(full).to(full.dtype)
-    return full
 
 
 class _Unsplit:

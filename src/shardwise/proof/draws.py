@@ -57,15 +57,6 @@ class RecordRandom(TorchDispatchMode):
         return out
 
 
-def in_microbatch_order(stages: Sequence[Sequence[Sequence[Tensor]]]) -> list[Tensor]:
-    """Returns the draws of a pipeline's stages, one stage per rank, in the unsplit model's order, by microbatch.
-
-    Args:
-        stages: the draws of each stage, by its forwards.
-    """
-    return [value for forwards in zip(*stages, strict=True) for drawn in forwards for value in drawn]
-
-
 class ReplayRandom(TorchDispatchMode):
     """Replaces each random draw of the full model by the ranks' recorded draws, joined to the full shape.
 
