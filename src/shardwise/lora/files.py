@@ -20,7 +20,7 @@ from shardwise.errors import ConfigError, LoadError, UnsupportedError, as_error,
 from shardwise.lora.inject import named_biases, peft
 from shardwise.parameters.canonical import canonical_tensor, dtypes_of, names_only, state_names
 from shardwise.parameters.registry import Registry, entries_of, find_parameters, named_entries, registry_of, reshard
-from shardwise.plan.structure import fqn_of
+from shardwise.plan.structure import fqn_of, is_within
 from shardwise.runtime.adapter_facts import find_model, is_adapter, is_saved_copy, places_in, unwrapped
 from shardwise.weights.locate import ADAPTER_CONFIG
 from shardwise.weights.staging import atomic_file
@@ -178,21 +178,17 @@ def base_tensors(model: nn.Module, *, merged: bool) -> dict[str, str]:
                 fix='enable them, or export the base with adapter="with_base"',
             )
     found: dict[str, str] = {}
-    copies: dict[str, str] = {}
+    active: set[str] = set()  # copies, which come after their originals and take their places
     for place in places_in(model):
-        if is_saved_copy(place.module):
-            chosen: Any = place.module
-            copies[place.fqn] = f"{place.fqn}.modules_to_save.{chosen.active_adapters[0]}" if merged else ""
-        if place.is_wrapper:
+        wrapper: Any = place.module
+        if merged and is_saved_copy(wrapper):
+            active.add(f"{place.fqn}.modules_to_save.{wrapper.active_adapters[0]}")
+        if place.is_wrapper or (place.is_copy and not is_within(place.fqn, active)):
             continue
-        around = next((fqn for fqn in copies if f"{place.fqn}.".startswith(f"{fqn}.")), None)
-        is_chosen = not place.is_copy
-        if around is not None and copies[around]:
-            is_chosen = f"{place.fqn}.".startswith(f"{copies[around]}.")
         known = entries_of(place.module)  # also what other stages hold
         for own, value in {**dict.fromkeys(known), **place.module._parameters, **place.module._buffers}.items():
             is_there = value is not None or own in known
-            if is_chosen and is_there and own not in place.module._non_persistent_buffers_set:
+            if is_there and own not in place.module._non_persistent_buffers_set:
                 found[fqn_of(place.base, own)] = fqn_of(place.fqn, own)
     return found
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_leaves
 from transformers import Cache
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -333,6 +334,19 @@ class _Forward:
                 "autocast to bfloat16",
             )
         check_asked_outputs(self.model, self.arguments, self.runner.asked_outputs)
+        given = self.arguments.items() if self.learns else ()
+        nested = (
+            name
+            for name, value in given
+            if not isinstance(value, Tensor | Cache)
+            and any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(value))
+        )
+        if (holder := next(nested, None)) is not None:
+            raise UnsupportedError(
+                f"a gradient of what {holder} holds, in a {type(self.model).__name__} in stages",
+                why="the backward of the stages runs in the forward, and goes no further than the tensors it is given",
+                fix="pass the model's own inputs, or compute the encoder's output under torch.no_grad()",
+            )
         cache = cache_of(self.arguments)
         if self.learns and isinstance(cache, Cache) and cache.get_seq_length():
             raise UnsupportedError(
@@ -375,17 +389,12 @@ class _Forward:
         microbatches = [Microbatch(*each) for each in zip(parts, losses, strict=True)]
         with stashed_grads(self.model) as kept, gradients.no_sync():
             done = self.runner.run(microbatches, schedule, keeps_outputs=True)
-        outputs = (
-            [
-                map_fields(
-                    done.outputs[number], lambda _, value: value.detach() if isinstance(value, Tensor) else value
-                )
-                for number in range(count)
-            ]
-            if self.runner.is_last
-            else []
-        )
-        output = merge_outputs(outputs, weights) if outputs else None
+
+        def detached(name: str, value: Any) -> Any:
+            return value.detach() if isinstance(value, Tensor) else value
+
+        outputs = [map_fields(done.outputs[number], detached) for number in sorted(done.outputs)]
+        output = merge_outputs(outputs, weights) if outputs else None  # else another rank has the last stage
         output = self._hand_out(output, later=self.model.training)
         for name in given:
             full = torch.cat(

@@ -68,6 +68,7 @@ class ReplayRandom(TorchDispatchMode):
         problems: draws that cannot be joined, in words.
         unequal: draws of the full shape that differ between ranks, in words; the first rank's are used. If the results
             differ too, this is the reason. If the results are equal, none depends on these draws.
+        num_draws: number of draws of the full model.
     """
 
     def __init__(self, ranks: Sequence[Sequence[Tensor]], states: Sequence[Tensor]) -> None:
@@ -75,7 +76,7 @@ class ReplayRandom(TorchDispatchMode):
         self.problems: list[str] = []
         self.unequal: list[str] = []
         self._ranks = ranks
-        self._place = 0
+        self.num_draws = 0
         if len({len(drawn) for drawn in ranks}) > 1:
             self.problems.append(f"ranks draw {' and '.join(str(len(drawn)) for drawn in ranks)} times")
         if any(not torch.equal(state, states[0]) for state in states):
@@ -85,7 +86,7 @@ class ReplayRandom(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if not draws_shared(func, kwargs) or not isinstance(out, Tensor):
             return out
-        place, self._place = self._place, self._place + 1
+        place, self.num_draws = self.num_draws, self.num_draws + 1
         parts = [drawn[place] for drawn in self._ranks if place < len(drawn)]
         found = _joined(parts, out.shape) if len(parts) == len(self._ranks) else "the full model draws more often"
         if isinstance(found, Tensor):
@@ -101,11 +102,6 @@ class ReplayRandom(TorchDispatchMode):
     def faults(self) -> list[str]:
         """The problems with the draws, if the results differ."""
         return self.problems or self.unequal
-
-    @property
-    def num_draws(self) -> int:
-        """Number of draws of the full model."""
-        return self._place
 
 
 def _joined(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor | str:

@@ -78,12 +78,7 @@ class StagedDirectory:
         if self.target.exists():
             shutil.rmtree(aside, ignore_errors=True)  # left by a crash after its replacement was in place
             self.target.rename(aside)
-        try:
-            self.path.rename(self.target)
-        except OSError:
-            if aside.exists():
-                aside.rename(self.target)
-            raise
+        self.path.rename(self.target)
         flush_path(self.target.parent)
         shutil.rmtree(aside, ignore_errors=True)
 
