@@ -112,12 +112,12 @@ class Export:
 
     def _write(self, group: ExportGroup, state: dict[str, tuple[Tensor, WeightDelta | None]]) -> None:
         made: dict[str, Tensor] = {}
-        for name in list(state):
-            full, change = state.pop(name)
-            made[name] = full if change is None else change(full)
-            del full  # before the next one is made
         place = str(self._shards.path(0).parent)
         with as_error(LoadError, "the export cannot be written", at=place, limit=300):
+            for name in list(state):
+                full, change = state.pop(name)
+                made[name] = full if change is None else change(full)
+                del full  # before the next one is made
             for name, tensor in group.build(made):
                 self._shards.write(name, tensor)
                 del tensor  # before the next one is made
