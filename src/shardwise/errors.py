@@ -21,7 +21,7 @@ An error says what went wrong and, if known, the place, the violated rule with i
 """
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "as_error",
     "counted",
     "did_you_mean",
+    "listed",
     "one_line",
     "sized",
 ]
@@ -121,6 +122,12 @@ def sized(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
+def listed(names: Sequence[str], most: int) -> str:
+    """Returns at most that many names, and how many there are besides: `"a, b and 3 more"`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """Returns the ending of an "unknown word" message: `" (did you mean 'x'?)"`, or `""` if no candidate is close."""
     known = {candidate.lower(): candidate for candidate in candidates}
@@ -130,7 +137,8 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
 
 def one_line(error: BaseException, *, limit: int | None = None) -> str:
     """Returns the text of another library's error in one line of at most `limit` characters, for use in our errors."""
-    return " ".join(str(error).split())[:limit]
+    text = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) or not str(error) else str(error)
+    return " ".join(text.split())[:limit]
 
 
 @contextmanager
@@ -143,7 +151,7 @@ def as_error(
     limit: int | None = None,
 ) -> Iterator[None]:
     """Context manager: converts another library's error of the given kinds, by default of any, to one of ours. Its text
-    of at most `limit` characters becomes the reason.
+    of at most `limit` characters becomes the reason. An `OSError` that names a file says where, else `at` does.
     """
     caught = kinds or (Exception,)
     try:
@@ -152,4 +160,5 @@ def as_error(
         raise
     except caught as error:
         why = getattr(error, "strerror", None) or one_line(error, limit=limit)  # an OSError's without number and file
-        raise error_class(summary, at=at, why=why, fix=fix) from error
+        file = getattr(error, "filename", None)
+        raise error_class(summary, at=file if isinstance(file, str) else at, why=why, fix=fix) from error

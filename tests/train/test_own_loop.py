@@ -473,10 +473,6 @@ def nothing_to_train(pair):
     pair.split.requires_grad_(requires_grad=False)
     with pytest.raises(GradientError, match="depends on nothing that is trained"):
         step(rows)
-    with torch.inference_mode():
-        pair.full.lm_head.weight = torch.nn.Parameter(torch.ones(1))
-    with pytest.raises(UnsupportedError, match=r"made under torch\.inference_mode"):
-        shardwise.parallelize(pair.full, pair.mesh)
     return []
 
 

@@ -32,7 +32,6 @@ from transformers.core_model_loading import (
     Transpose,
 )
 
-from shardwise.errors import UnsupportedError
 from shardwise.weights.conversion import Resolution, plan_export, resolve_keys
 from shardwise.weights.index import CheckpointIndex
 from shardwise.weights.lazy import LazyTensor
@@ -201,13 +200,6 @@ def test_canonical_shapes_count_where_the_model_is_split(tmp_path: Path) -> None
     assert resolution.tensors["model.layers.0.self_attn.q_proj.weight"].shape == (32, 32)
 
 
-def test_quantized_checkpoints_are_refused(tmp_path: Path) -> None:
-    model, _ = saved_llama(tmp_path)
-    model.config.quantization_config = {"quant_method": "fp8"}
-    with CheckpointIndex.open(tmp_path) as index, pytest.raises(UnsupportedError, match="quantized"):
-        resolve_keys(model, index, shapes_of(model))
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_export_restores_the_checkpoint_in_small_groups(tmp_path: Path, name: str) -> None:
     model, stored = saved_llama(tmp_path, name)
@@ -252,10 +244,7 @@ def test_transformers_operations_read_only_the_box(tmp_path: Path, name: str) ->
     save_file(stored, tmp_path / "model.safetensors")
     with CheckpointIndex.open(tmp_path) as index:
         keys = {key: [f"{key}.{i}" for i in range(len(group))] for key, group in shapes.items()}
-        lazies = {
-            key: [LazyTensor.of(index, name, index[name].shape, index[name].dtype) for name in names]
-            for key, names in keys.items()
-        }
+        lazies = {key: [LazyTensor.of_node(index.node(name)) for name in names] for key, names in keys.items()}
         made = run_operation(operation, lazies, targets)
         expected = run_operation(
             operation, {key: [stored[name] for name in names] for key, names in keys.items()}, targets

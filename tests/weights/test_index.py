@@ -25,8 +25,7 @@ TENSORS = {
 
 
 def read(index, key, box=None, **options):
-    entry = index[key]
-    return LazyTensor.of(index, key, entry.shape, entry.dtype).read(box, **options)
+    return LazyTensor.of_node(index.node(key)).read(box, **options)
 
 
 @pytest.fixture

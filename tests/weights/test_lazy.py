@@ -11,7 +11,7 @@ from shardwise.errors import UnsupportedError
 from shardwise.sharding.boxes import shape_of, volume
 from shardwise.sharding.layout import Piece
 from shardwise.weights.lazy import LazyTensor
-from shardwise.weights.nodes import reshape_boxes
+from shardwise.weights.nodes import StoredTensor, reshape_boxes
 
 pytestmark = pytest.mark.single
 
@@ -30,7 +30,7 @@ class MemoryStore:
         self.bytes_read += nbytes
 
     def lazy(self, key: str) -> LazyTensor:
-        return LazyTensor.of(self, key, self.tensors[key].shape, self.tensors[key].dtype)
+        return LazyTensor.of_node(StoredTensor(self, key, tuple(self.tensors[key].shape), self.tensors[key].dtype))
 
 
 def some_dim(draw: st.DrawFn, tensor: torch.Tensor) -> int:

@@ -113,11 +113,16 @@ def restore_random(mesh: Mesh, saved_axes: Mapping[str, Any], saved: Mapping[str
     Otherwise every rank starts a new stream, seeded by the saved states and its data rank: the same on every such
     layout, and different on each data rank.
     """
+    if dict(saved_axes) != random_axes(mesh):
+        first = min(key for key in saved if key.endswith("/torch"))
+        digest = hashlib.sha256(f"{mesh.data_rank}".encode() + saved[first].numpy().tobytes())
+        seed = int.from_bytes(digest.digest()[:8], "little") >> 1
+        torch.manual_seed(seed)
+        numpy.random.seed(seed % 2**32)
+        random.seed(seed)
+        return
     place = f"{_place(mesh)}/"
     own = {key.removeprefix(place): value for key, value in saved.items() if key.startswith(place)}
-    if dict(saved_axes) != random_axes(mesh):
-        _restart_streams(mesh, saved)
-        return
     torch.set_rng_state(own["torch"].clone())
     *keys, position, has_gauss = own["numpy"].tolist()
     gauss = float(own["numpy_gauss"])
@@ -127,15 +132,6 @@ def restore_random(mesh: Mesh, saved_axes: Mapping[str, Any], saved: Mapping[str
     random.setstate((version, tuple(numbers), python_gauss))
     if "cuda" in own and mesh.device.type == "cuda":
         torch.cuda.set_rng_state(own["cuda"].clone(), mesh.device)
-
-
-def _restart_streams(mesh: Mesh, saved: Mapping[str, Tensor]) -> None:
-    first = min(key for key in saved if key.endswith("/torch"))
-    digest = hashlib.sha256(f"{mesh.data_rank}".encode() + saved[first].numpy().tobytes())
-    seed = int.from_bytes(digest.digest()[:8], "little") >> 1
-    torch.manual_seed(seed)
-    numpy.random.seed(seed % 2**32)
-    random.seed(seed)
 
 
 def _place(mesh: Mesh) -> str:

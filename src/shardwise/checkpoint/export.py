@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from shardwise.checkpoint.collect import slices_of
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.collectives import Group, all_gather_objects, host_device, receive_, send
-from shardwise.errors import LoadError, ShardwiseError
+from shardwise.errors import LoadError, as_error
 from shardwise.parameters.canonical import computed_buffer, dtypes_of, state_names
 from shardwise.parameters.registry import find_parameters, local_part, named_entries, registry_of, reshard
 from shardwise.parameters.replicas import check_replicas
@@ -93,19 +93,16 @@ class Export:
 
     def _await_write(self) -> Exception | None:
         """Waits for the thread; returns its error, which is raised on every rank later."""
-        error = self._writing.exception() if self._writing is not None else None
-        self._writing = None
-        if error is None or isinstance(error, ShardwiseError):
-            return error
-        at = self._shards.path(0).parent
-        return LoadError("the export cannot be written", at=str(at), why=f"{type(error).__name__}: {error}"[:300])
+        writing, self._writing = self._writing, None
+        error: Any = writing.exception() if writing is not None else None
+        return error
 
     def _dealt(self, groups: Sequence[ExportGroup], writers: Sequence[int]) -> Iterator[tuple[ExportGroup, int]]:
         """Yields every group with its writing rank, in turns. Shards with a common group have one writer."""
         queues: dict[int, list[ExportGroup]] = {rank: [] for rank in writers}
         turns, last, rank = itertools.cycle(writers), -1, writers[0]
         for group in groups:
-            numbers = [self._shards.shard_of(name) for name in group.names]
+            numbers = [self._shards.shard_of[name] for name in group.names]
             if min(numbers) > last:
                 rank = next(turns)
             last = max(last, *numbers)
@@ -115,13 +112,15 @@ class Export:
 
     def _write(self, group: ExportGroup, state: dict[str, tuple[Tensor, WeightDelta | None]]) -> None:
         made: dict[str, Tensor] = {}
-        for name in list(state):
-            full, change = state.pop(name)
-            made[name] = full if change is None else change(full)
-            del full  # before the next one is made
-        for name, tensor in group.build(made):
-            self._shards.write(name, tensor)
-            del tensor  # before the next one is made
+        place = str(self._shards.path(0).parent)
+        with as_error(LoadError, "the export cannot be written", at=place, limit=300):
+            for name in list(state):
+                full, change = state.pop(name)
+                made[name] = full if change is None else change(full)
+                del full  # before the next one is made
+            for name, tensor in group.build(made):
+                self._shards.write(name, tensor)
+                del tensor  # before the next one is made
 
     def _full(self, name: str, target: int) -> tuple[Tensor, WeightDelta | None]:
         """On the rank `target`, the full tensor in host memory, and its change; an empty tensor elsewhere."""
@@ -195,8 +194,10 @@ def write_pretrained(
         entries = named_entries(model)
         shared = {name: own for name, own in base.names.items() if own in entries and own not in base.changed}
         tensor_of = {name: entries[own].fqn for name, own in shared.items()}
-        if not (is_tied := has_tied_weights(model, tensor_of)):
-            base = replace(base, names=_with_all_ties(model, base.names))
+        if not (is_tied := has_tied_weights(model, tensor_of)):  # the config will say that nothing is tied
+            ties: Any = model.all_tied_weights_keys
+            aliases = {target: base.names[source] for target, source in ties.items() if source in base.names}
+            base = replace(base, names=aliases | {**base.names})
         metas = {name: every[own] for name, own in base.names.items()}
         groups = plan_export(model, metas, is_tied=is_tied)
         planned = [each for group in groups for each in group.described]
@@ -223,12 +224,6 @@ def write_pretrained(
     finally:
         if writer is not None:
             writer.abort()
-
-
-def _with_all_ties(model: Any, names: Mapping[str, str]) -> dict[str, str]:
-    """Extends `names` by all names that transformers ties, for a model whose config says that nothing is tied."""
-    ties = model.all_tied_weights_keys.items()
-    return {**{target: names[source] for target, source in ties if source in names}, **names}
 
 
 def export_bytes(model: nn.Module) -> int:

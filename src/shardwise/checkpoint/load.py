@@ -26,7 +26,7 @@ from shardwise.checkpoint.store import find_tag, root_of
 from shardwise.checkpoint.stored import StoredParts, decode_tree, open_checkpoint
 from shardwise.checkpoint.trainer_files import is_trainer
 from shardwise.comm.agree import agree_on, check_calls, gather_from_all, raise_on_all_ranks
-from shardwise.errors import LoadError
+from shardwise.errors import LoadError, listed
 from shardwise.mesh import Mesh
 from shardwise.parameters.registry import Registry, local_part, registry_of, reshard, unchanged_names
 from shardwise.sharding.boxes import full_box
@@ -249,9 +249,9 @@ def _check_names(stored: StoredParts, everyone: Sequence[_Differences], mesh: Me
     # What one rank does not know may be another's: of another stage.
     unexpected = [name for name in everyone[0].unexpected if all(name in each.unexpected for each in everyone)]
     lines = [
-        *([f"missing: {_shown(missing)}"] if missing else []),
-        *([f"unexpected: {_shown(unexpected)}"] if unexpected else []),
-        *([f"of other shapes: {_shown(shapes)}"] if shapes else []),
+        f"{what}: {listed(names, _MOST_NAMES)}"
+        for what, names in (("missing", missing), ("unexpected", unexpected), ("of other shapes", shapes))
+        if names
     ]
     if shapes or (strict and lines):
         raise LoadError(
@@ -274,7 +274,7 @@ def _check_source(stored: StoredParts, everyone: Sequence[_Differences], registr
     if is_known and saved["digest"] != own.digest:
         why = f"its weights were read from {saved['name']!r}, the model's from other files: {own.name!r}"
     elif changed and (own.name or own.digest):
-        why = f"frozen weights have changed since they were read: {_shown(changed)}"
+        why = f"frozen weights have changed since they were read: {listed(changed, _MOST_NAMES)}"
     else:
         if not is_known and saved["name"] != own.name and registry.mesh.rank == 0:
             say = "%s holds adapters of %r; nothing tells whether the model's base, %r, is the same"
@@ -289,11 +289,6 @@ def _check_source(stored: StoredParts, everyone: Sequence[_Differences], registr
         )
     if registry.mesh.rank == 0:
         logger.warning("%s was trained on another base: %s", stored.directory, why)
-
-
-def _shown(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
 
 
 def _check_given(kind: str, saved: Mapping[str, Any], given: Mapping[str, Any], *, at: str) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 
-from shardwise.errors import LoadError
+from shardwise.errors import LoadError, as_error
 from shardwise.sharding.boxes import Box
 from shardwise.sharding.json_form import from_json, to_json
 from shardwise.sharding.layout import Layout, Piece
@@ -148,10 +148,8 @@ def read_manifest(directory: Path) -> Manifest:
     """Reads and checks `manifest.json`."""
     path = directory / MANIFEST
     content = read_file(path)
-    try:
+    with as_error(LoadError, f"{MANIFEST} is damaged: it is no JSON", ValueError, at=str(path)):
         data = json.loads(content)
-    except ValueError as error:
-        raise LoadError(f"{MANIFEST} is damaged", at=str(path), why=f"it is no JSON: {error}") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise LoadError(f"{MANIFEST} is not the manifest of a checkpoint", at=str(path))
     if data.get("version") != VERSION:
@@ -232,10 +230,8 @@ def read_index(directory: Path, manifest: Manifest) -> Index:
 
 def read_file(path: Path, facts: FileFacts | None = None) -> bytes:
     """Returns the content of a file, checked against the size and checksum in `facts`."""
-    try:
+    with as_error(LoadError, f"cannot read {path.name}", OSError, at=str(path)):
         content = path.read_bytes()
-    except OSError as error:
-        raise LoadError(f"cannot read {path.name}", at=str(path), why=str(error)) from error
     if facts is not None and len(content) != facts.num_bytes:
         raise LoadError(f"{path.name} has {len(content):,} bytes of {facts.num_bytes:,}", at=str(path), fix=_ANOTHER)
     if facts is not None and zlib.crc32(content) != facts.crc:

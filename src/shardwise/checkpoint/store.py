@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from shardwise.errors import ConfigError, LoadError, did_you_mean
-from shardwise.weights.staging import find_asides, is_url, leftovers
+from shardwise.weights.staging import disk_errors, find_asides, is_url, leftovers
 
 logger = logging.getLogger("shardwise.checkpoint")
 
@@ -47,12 +47,10 @@ def find_tags(root: Path) -> dict[str, Path]:
 
     Includes a checkpoint that a crash left under its temporary name while it was being replaced.
     """
-    try:
+    with disk_errors(f"cannot look into {root}", fix="pass a directory of checkpoints"):
         found = {each.name: each for each in root.iterdir() if _TAG.fullmatch(each.name) and each.name not in _NO_TAGS}
         places = {**find_asides(root), **found}
         return {tag: path for tag, path in places.items() if (path / MANIFEST).is_file()}
-    except OSError as error:
-        raise LoadError(f"cannot look into {root}", why=str(error), fix="pass a directory of checkpoints") from error
 
 
 def list_checkpoints(root: Path) -> list[tuple[str, Path, Manifest | LoadError]]:

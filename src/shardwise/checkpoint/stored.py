@@ -17,6 +17,7 @@ from shardwise.checkpoint.manifest import INDEX, Index, Manifest, Part, part_nam
 from shardwise.errors import ConfigError, LayoutError, LoadError
 from shardwise.sharding.boxes import full_box, shape_of, slices
 from shardwise.sharding.layout import Copy, Piece, Source, copies
+from shardwise.weights.staging import disk_errors
 from shardwise.weights.write import DTYPES, crc_of
 
 _TAG = "$"
@@ -152,10 +153,8 @@ class StoredParts:
         if name not in self.index.files:
             read_file(path, facts)
             return
-        try:
+        with disk_errors(f"the checkpoint lacks {name}"):
             size = path.stat().st_size
-        except OSError as error:
-            raise LoadError(f"the checkpoint lacks {name}", at=str(path), why=str(error)) from error
         if size != facts.num_bytes:
             raise LoadError(
                 f"{name} has {size:,} bytes of {facts.num_bytes:,}",
@@ -195,15 +194,13 @@ class StoredParts:
     def _open(self, name: str) -> Any:
         self.check_file(name)
         path = self.directory / name
-        try:
+        with disk_errors(f"cannot read {name}"):
             with path.open("rb") as file:
                 start = file.read(8)
                 header = start + file.read(min(int.from_bytes(start, "little"), self.manifest.files[name].num_bytes))
             if zlib.crc32(header) != self.manifest.files[name].crc:
                 raise self._damaged(f"the header of {name}", name)
             return safe_open(path, framework="pt")
-        except OSError as error:
-            raise LoadError(f"cannot read {name}", at=str(path), why=str(error)) from error
 
     def _damaged(self, what: str, file: str) -> LoadError:
         return LoadError(

@@ -13,8 +13,8 @@ import platform
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +36,7 @@ from shardwise.checkpoint.manifest import INDEX, FileFacts, Manifest, part_name,
 from shardwise.checkpoint.store import LATEST, check_place, check_seen, clean, list_checkpoints, lock, prune
 from shardwise.comm.agree import agree_on, all_reduce_int, raise_on_all_ranks
 from shardwise.comm.collectives import Group, all_gather_objects, broadcast_object, gather_objects
-from shardwise.errors import ConfigError, LoadError, ShardwiseError
+from shardwise.errors import ConfigError, LoadError, as_error
 from shardwise.mesh import Mesh
 from shardwise.parameters.registry import Registry, local_part, registry_of, reshard, unchanged_names
 from shardwise.parameters.replicas import check_replicas, replica_mismatch_word
@@ -233,26 +233,21 @@ class SaveJob:
             if states is not None and is_reporter:
                 reported = self.report.optimizers.setdefault(name, {})
                 reported[shard.name] = {"options": optimizer.options[shard.name], "states": states}
-            for state in states or ():
-                if (tensor := optimizer.tensors.get((shard.name, state))) is not None:
-                    key, facts = state_key(shard.name, state, name), optimizer.described[shard.name][state]
-                    self._add_state(key, tensor, facts, like, is_reporter=is_reporter)
+            for state, facts in (states or {}).items():
+                key, tensor = state_key(shard.name, state, name), optimizer.tensors.get((shard.name, state))
+                if tensor is None:
+                    continue
+                if "like" in facts:  # split like the parameter
+                    like[key] = tensor
+                elif "ranks" in facts:
+                    self.add_tensors({f"{key}@{rank}": tensor})
+                elif is_reporter:
+                    self.add_tensors({key: tensor})
         boxes = slices_of(shard.layout, self.mesh.coords, division.boxes_of(shard.name, rank))
         for key, value in like.items():
             if is_reporter:
                 self.report.tensors[key] = value.dtype, shard.layout
             self.chunks += [_Chunk(key, box, value[place]) for box, place in boxes]
-
-    def _add_state(
-        self, key: str, tensor: Tensor, facts: Mapping[str, Any], like: dict[str, Tensor], *, is_reporter: bool
-    ) -> None:
-        """Adds a state. Tensors split like the parameter go into `like`; others are stored in full."""
-        if "like" in facts:
-            like[key] = tensor
-        elif "ranks" in facts:
-            self.add_tensors({f"{key}@{self.mesh.position}": tensor})
-        elif is_reporter:
-            self.add_tensors({key: tensor})
 
     def take_copies(self) -> None:
         """Copies everything to host memory; from GPUs to pinned memory, which torch reuses."""
@@ -373,17 +368,7 @@ def write_reported_index(directory: Path, reports: Sequence[RankReport], head: M
     return write_index(directory, head, tensors, parts)
 
 
-@contextmanager
-def as_load_error(root: Path) -> Iterator[None]:
+def as_load_error(root: Path) -> AbstractContextManager[None]:
     """Context manager: converts a disk error to a `LoadError` that names the checkpoint."""
-    try:
-        yield
-    except ShardwiseError:
-        raise
-    except OSError as error:
-        raise LoadError(
-            "the checkpoint cannot be written",
-            at=str(error.filename or root),
-            why=str(error),
-            fix="make room, or save to another directory; checkpoints that were complete still are",
-        ) from error
+    fix = "make room, or save to another directory; checkpoints that were complete still are"
+    return as_error(LoadError, "the checkpoint cannot be written", OSError, at=str(root), fix=fix)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.comm.agree import raise_on_all_ranks
-from shardwise.comm.collectives import all_reduce_
+from shardwise.comm.collectives import all_gather_objects, all_reduce_
 from shardwise.data.batch import check_rows, count_targets, split_rows, target_names
 from shardwise.errors import BatchError, UnsupportedError
 from shardwise.optim.gradients import gradients_of
@@ -77,7 +77,8 @@ class BatchRunner:
     def _run_by_hand(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Forward and backward of all microbatches, weighted by targets or by rows. Returns the loss of this data rank.
 
-        Communicates: one gather of a small object over all ranks, what the model does, and one all-reduce over pp.
+        Communicates: one gather of a small object over all ranks, and one over tp and pp; what the model does, and one
+        all-reduce over pp.
         """
         model, mesh, number = self._model, self._mesh, self._num_microbatches
         pipeline, gradients = runner_of(find_model(model)), gradients_of(model)
@@ -108,6 +109,8 @@ class BatchRunner:
             return Microbatch(part | made_up, loss_of)
 
         microbatches = [microbatch(*each) for each in zip(placed, weights, strict=True)]
+        trained = [any(each.requires_grad for each in model.parameters()), mesh.coord("pp")]
+        gradients.note_trained(all_gather_objects(trained, registry_of(model).context.same_rows))
         with gradients.no_sync():
             pipeline.run(microbatches, schedule)
         all_reduce_(total, pipeline.group)

@@ -9,16 +9,11 @@ from shardwise.plan.decision import TokenWork
 from shardwise.plan.structure import Heads, ModelFacts, parent_of, upwards
 
 _PEAK_TFLOPS = (
-    ("B300", 2250.0),
-    ("B200", 2250.0),
-    ("H200", 989.0),
+    ("B300|B200", 2250.0),
     ("H100 PCIe", 756.0),
     ("H100 NVL", 835.0),
-    ("H100", 989.0),
-    ("H800", 989.0),
-    ("GH200", 989.0),
-    ("A100", 312.0),
-    ("A800", 312.0),
+    ("H100|H200|H800|GH200", 989.0),
+    ("A100|A800", 312.0),
     ("L40S", 362.0),
     ("L40", 181.0),
     ("L4", 121.0),
@@ -26,15 +21,14 @@ _PEAK_TFLOPS = (
     ("A10", 125.0),
     ("RTX 4090", 165.0),
     ("RTX 3090", 71.0),
-    ("MI325X", 1307.0),
-    ("MI300X", 1307.0),
+    ("MI300X|MI325X", 1307.0),
 )
-"""Dense bfloat16 with float32 sums, from the makers' data sheets, by words in the device's name; the first holds."""
+"""Dense bfloat16 with float32 sums, from the makers' data sheets, by patterns of the device's name; the first holds."""
 
 
 def peak_flops(device_name: str) -> float | None:
     """Returns dense bfloat16 operations per second by the maker's data sheet; None for unlisted devices and CPUs."""
-    return next((tflops * 1e12 for name, tflops in _PEAK_TFLOPS if re.search(rf"\b{name}\b", device_name)), None)
+    return next((tflops * 1e12 for names, tflops in _PEAK_TFLOPS if re.search(rf"\b({names})\b", device_name)), None)
 
 
 def count_work(facts: ModelFacts, trained: Collection[str], windows: Mapping[str, int]) -> TokenWork:

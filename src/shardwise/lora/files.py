@@ -1,12 +1,11 @@
 """Adapters as they are saved: files in PEFT's format, and weights merged from full tensors. No layout changes them."""
 
 import copy
-import functools
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shardwise.comm.agree import gather_from_all
-from shardwise.errors import ConfigError, LoadError, UnsupportedError, counted, one_line
+from shardwise.errors import ConfigError, LoadError, UnsupportedError, as_error, counted
 from shardwise.lora.inject import named_biases, peft
 from shardwise.parameters.canonical import canonical_tensor, dtypes_of, names_only, state_names
 from shardwise.parameters.registry import Registry, entries_of, find_parameters, named_entries, registry_of, reshard
-from shardwise.plan.structure import fqn_of
+from shardwise.plan.structure import fqn_of, is_within
 from shardwise.runtime.adapter_facts import find_model, is_adapter, is_saved_copy, places_in, unwrapped
 from shardwise.weights.locate import ADAPTER_CONFIG
 from shardwise.weights.staging import atomic_file
@@ -94,11 +93,9 @@ def write_adapter_files(directory: Path, state: Mapping[str, Tensor], config: by
             with atomic_file(directory / file.relative_to(place)) as partial:
                 shutil.copyfile(file, partial)
     header = {"format": "pt", "adapter_config": json.dumps(json.loads(config), sort_keys=True)}
-    with atomic_file(directory / "adapter_model.safetensors") as partial:
-        try:
-            save_file(dict(state), partial, metadata=header)
-        except SafetensorError as error:  # a full disk, too
-            raise OSError(str(error)) from error
+    full_disk = as_error(LoadError, "the adapter cannot be written", SafetensorError, at=str(directory))
+    with full_disk, atomic_file(directory / "adapter_model.safetensors") as partial:
+        save_file(dict(state), partial, metadata=header)
     with atomic_file(directory / ADAPTER_CONFIG) as partial:  # with it, the directory holds an adapter
         partial.write_bytes(config)
 
@@ -140,20 +137,12 @@ def load_adapter_weights(model: nn.Module, place: str | os.PathLike[str]) -> dic
     Communicates: nothing.
     """
     where = os.fspath(place)
-    try:
-        weights = dict(peft().load_peft_weights(where, device=str(registry_of(model).mesh.device)))
-    except Exception as error:  # no file, a damaged file, no network
-        raise LoadError(f"no adapter weights at {where!r}", why=one_line(error, limit=300)) from error
-    try:
-        with names_only(registry_of(model)):
-            result = peft().set_peft_model_state_dict(model, dict(weights))
-    except (RuntimeError, KeyError, ValueError) as error:
-        raise LoadError(
-            f"the adapter at {where!r} does not fit the model",
-            why="\n".join(str(error).splitlines()[:4]),
-            fix="load it with its own config and base model",
-        ) from error
     entries, registry = named_entries(model), registry_of(model)
+    with as_error(LoadError, f"no adapter weights at {where!r}", limit=300):  # no file, a damaged file, no network
+        weights = dict(peft().load_peft_weights(where, device=str(registry.mesh.device)))
+    what, fix = f"the adapter at {where!r} does not fit the model", "load it with its own config and base model"
+    with as_error(LoadError, what, RuntimeError, KeyError, ValueError, fix=fix, limit=400), names_only(registry):
+        result = peft().set_peft_model_state_dict(model, dict(weights))
     missing = [key for key in result.missing_keys if key not in entries or registry.holds(entries[key].fqn)]
     lost = [key for key in missing if ".lora_" in key and ".default" in key]
     if result.unexpected_keys or lost:
@@ -161,7 +150,7 @@ def load_adapter_weights(model: nn.Module, place: str | os.PathLike[str]) -> dic
             f"the adapter at {where!r} is none of this model",
             why=f"it has {counted(len(result.unexpected_keys), 'tensor')} without a place here, such as "
             f"{(result.unexpected_keys or ['none'])[0]}, and lacks {len(lost)}, such as {(lost or ['none'])[0]}",
-            fix="load it with its own config and base model",
+            fix=fix,
         )
     return weights
 
@@ -189,21 +178,17 @@ def base_tensors(model: nn.Module, *, merged: bool) -> dict[str, str]:
                 fix='enable them, or export the base with adapter="with_base"',
             )
     found: dict[str, str] = {}
-    copies: dict[str, str] = {}
+    active: set[str] = set()  # copies, which come after their originals and take their places
     for place in places_in(model):
-        if is_saved_copy(place.module):
-            chosen: Any = place.module
-            copies[place.fqn] = f"{place.fqn}.modules_to_save.{chosen.active_adapters[0]}" if merged else ""
-        if place.is_wrapper:
+        wrapper: Any = place.module
+        if merged and is_saved_copy(wrapper):
+            active.add(f"{place.fqn}.modules_to_save.{wrapper.active_adapters[0]}")
+        if place.is_wrapper or (place.is_copy and not is_within(place.fqn, active)):
             continue
-        around = next((fqn for fqn in copies if f"{place.fqn}.".startswith(f"{fqn}.")), None)
-        is_chosen = not place.is_copy
-        if around is not None and copies[around]:
-            is_chosen = f"{place.fqn}.".startswith(f"{copies[around]}.")
         known = entries_of(place.module)  # also what other stages hold
         for own, value in {**dict.fromkeys(known), **place.module._parameters, **place.module._buffers}.items():
             is_there = value is not None or own in known
-            if is_chosen and is_there and own not in place.module._non_persistent_buffers_set:
+            if is_there and own not in place.module._non_persistent_buffers_set:
                 found[fqn_of(place.base, own)] = fqn_of(place.fqn, own)
     return found
 
@@ -255,7 +240,14 @@ class Merger:
         """
         wrappers = self._wrappers.get(fqn, ())
         added = [self._added(*each, adapter) for each in wrappers for adapter in each[1].active_adapters]
-        return functools.partial(_with_added, added=[each for each in added if each is not None])
+
+        @torch.no_grad()
+        def change(full: Tensor) -> Tensor:
+            for delta in filter(None, added):
+                full = full + delta(full).to(full.dtype)
+            return full
+
+        return change
 
     def _added(self, own: str, wrapper: Any, adapter: str) -> WeightDelta | None:
         """Returns the contribution of one adapter to a full bias or weight; None if there is none."""
@@ -287,13 +279,6 @@ def _adds(own: str, wrapper: Any) -> bool:
     if own == "bias":
         return any(getattr(wrapper.lora_B[each], "bias", None) is not None for each in active & {*wrapper.lora_B})
     return not active.isdisjoint({*wrapper.lora_A, *wrapper.lora_embedding_A})
-
-
-@torch.no_grad()
-def _with_added(full: Tensor, added: Sequence[WeightDelta]) -> Tensor:
-    for change in added:
-        full = full + change(full).to(full.dtype)
-    return full
 
 
 class _Unsplit:

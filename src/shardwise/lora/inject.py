@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import ConfigError, LoadError, PlanError, UnsupportedError, did_you_mean, one_line
+from shardwise.errors import ConfigError, LoadError, PlanError, UnsupportedError, as_error, did_you_mean
 from shardwise.parameters.canonical import names_only
 from shardwise.parameters.registry import Registry, forget_unreduced, reshard
 from shardwise.plan.decision import SplitPlan
@@ -103,12 +103,10 @@ class _SplitTuner:
 
 def peft() -> Any:
     """Returns the library."""
-    try:
+    with as_error(
+        ConfigError, "adapters need peft, which cannot be imported", ImportError, fix="pip install 'peft>=0.21'"
+    ):
         return importlib.import_module("peft")
-    except ImportError as error:
-        raise ConfigError(
-            "adapters need peft, which cannot be imported", why=str(error), fix="pip install 'peft>=0.21'"
-        ) from error
 
 
 _PLAIN_INITS = (True, False, "gaussian", "orthogonal")
@@ -132,10 +130,9 @@ def read_adapter_config(adapter: Any) -> Any:
     if Path(place).is_dir() and not (Path(place) / "adapter_config.json").is_file():
         raise LoadError(f"no adapter in {place!r}", why="the directory has no adapter_config.json")
     locate_source(place)  # PEFT would ask a hub that does not answer for a minute
-    try:
+    # A missing repository, a damaged file, values that its class refuses.
+    with as_error(LoadError, f"no adapter config at {place!r}", limit=300):
         config = library.PeftConfig.from_pretrained(place)
-    except Exception as error:  # a missing repository, a damaged file, values that its class refuses
-        raise LoadError(f"no adapter config at {place!r}", why=one_line(error, limit=300)) from error
     config.inference_mode = False
     return config
 
@@ -150,18 +147,16 @@ def inject(model: nn.Module, adapter: Any, *, on_meta: bool = True) -> nn.Module
     config = read_adapter_config(adapter)
     if on_meta:
         _check_init(config, from_file=isinstance(adapter, str | os.PathLike))
-    try:
-        with torch.device("meta") if on_meta else nullcontext(), warnings.catch_warnings():
-            # PEFT 0.21 asks transformers by a name that is on its way out.
-            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
-            wrapped: nn.Module = peft().get_peft_model(model, config)
-    except (ValueError, TypeError, RuntimeError, AttributeError, re.error) as error:
-        raise ConfigError(
-            f"the adapter does not fit {type(model).__name__}",
-            at="adapter",
-            why=one_line(error, limit=400),
-            fix="name modules of this model in target_modules",
-        ) from error
+    foreign = (ValueError, TypeError, RuntimeError, AttributeError, re.error)
+    what, fix = f"the adapter does not fit {type(model).__name__}", "name modules of this model in target_modules"
+    with (
+        as_error(ConfigError, what, *foreign, at="adapter", fix=fix, limit=400),
+        torch.device("meta") if on_meta else nullcontext(),
+        warnings.catch_warnings(),
+    ):
+        # PEFT 0.21 asks transformers by a name that is on its way out.
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        wrapped: nn.Module = peft().get_peft_model(model, config)
     for bias in named_biases(wrapped, config).values():
         bias.requires_grad_()
     return wrapped.eval()

@@ -74,18 +74,15 @@ def _gradients(
     parameters: nn.Module | Tensor | Iterable[Tensor], model: nn.Module | None
 ) -> tuple[list[tuple[Tensor, ParameterEntry | None]], Registry | None]:
     """Returns the local tensors of complete gradients, each with its parameter's entry; None if it has none."""
-    registry: Registry | None
-    pairs: list[tuple[Tensor, ParameterEntry | None]]
     if isinstance(parameters, nn.Module):
-        registry = registry_of(parameters)
-        reshard(parameters)
-        gradients_of(parameters).sync_if_partial()
-        pairs = [(parameter, entry or entry_of(parameter)) for _, parameter, entry in find_parameters(parameters)]
+        model = parameters
+        reshard(model)
+        gradients_of(model).sync_if_partial()
+        tensors: list[Tensor] = [parameter for _, parameter, _ in find_parameters(model)]  # marked with their entries
     else:
         tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        pairs = [(parameter, entry_of(parameter)) for parameter in tensors]
-        registry = next((entry.registry for _, entry in pairs if entry is not None), None)
-        if registry is None and model is not None:  # a stage without any takes part in the sum
-            registry = registry_of(model)
-    with_gradient = [(gradient, entry) for parameter, entry in pairs if (gradient := parameter.grad) is not None]
-    return [(local_part(gradient), entry) for gradient, entry in with_gradient], registry
+    entries = (entry for parameter in tensors if (entry := entry_of(parameter)) is not None)
+    registry = next((entry.registry for entry in entries), None)
+    if registry is None and model is not None:  # a stage without any takes part in the sum
+        registry = registry_of(model)
+    return [(local_part(each.grad), entry_of(each)) for each in tensors if each.grad is not None], registry

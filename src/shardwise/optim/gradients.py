@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from shardwise.comm.collectives import all_reduce_, host_device
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.optim.summing import complete_gradients, scale_back_to_partial, time_reduction
 from shardwise.parameters.assigned import adopt_parameters, note_inputs
@@ -129,7 +128,6 @@ class Gradients:
         precision = registry.precision
         is_scaled = precision is not None and precision.compute == "float16"
         self.loss_scale = LossScale(registry.mesh.device) if is_scaled else None
-        self._has_noted = False
         self.is_partial = self.is_deferred = self.is_in_step = False
         self.share = 1.0
         self._at_rest: dict[int, nn.Parameter] = {}
@@ -188,7 +186,7 @@ class Gradients:
         Communicates: over tp, one all-reduce of all partial gradients of a dtype together, and one per group of ranks
         that share key/value heads; over the data axes, one all-reduce of the gradients that FSDP2 has not reduced and
         of the record of used parameters (see [Note: parameters that no rank used]); over each group of stages that
-        share parameters, one; over tp and pp, one of a number per pp rank.
+        share parameters, one.
         """
         self.sync_if_partial()
         shape = self.registry.mesh.shape
@@ -203,29 +201,16 @@ class Gradients:
             return
         self.is_partial = False
         complete_gradients(self._find_summed(), self.registry)
-        if self._is_pipeline and not self._has_noted:
-            self._note_idle_stages()
-        self._has_noted = False
 
     def note_trained(self, ranks: Sequence[Sequence[int]]) -> None:
-        """Records which stages train anything, for the step that begins.
+        """Records which stages train anything, for the step that begins. Code that asks all ranks for gradients would
+        wait for the others in vain.
 
         Args:
             ranks: for every pp and tp rank, whether it trains anything, and its pp coord.
         """
         trained = {stage for is_trained, stage in ranks if is_trained}
         self.registry.idle_stages = tuple(sorted({stage for _, stage in ranks} - trained))
-        self._has_noted = True
-
-    def _note_idle_stages(self) -> None:
-        """Finds the stages that train nothing. Code that asks all ranks for gradients would wait for them in vain."""
-        group, mesh = self.registry.context.same_rows, self.registry.mesh
-        if group is None:
-            return
-        trained = torch.zeros(mesh.size("pp"), device=host_device(group, mesh.device))
-        trained[mesh.coord("pp")] = float(any(parameter.requires_grad for parameter in self.model.parameters()))
-        all_reduce_(trained, group)
-        self.registry.idle_stages = tuple(stage for stage, some in enumerate(trained.tolist()) if not some)
 
     def note_change(self) -> None:
         """Forgets what is known of the gradients' values, after they were changed without a backward."""

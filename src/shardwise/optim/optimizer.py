@@ -139,8 +139,11 @@ def _look_at(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> 
     check_optimizer(inner)
     _check_kept_wide(parameters)
     known = [entry for parameter in parameters if (entry := entry_of(parameter)) is not None]
-    if any(entry.split is not None and not entry.registry.local_state for entry in known):
-        _guard_state(optimizer)
+    hooks = optimizer._optimizer_state_dict_pre_hooks  # from the first step on: before it there is no state
+    if any(entry.split is not None and not entry.registry.local_state for entry in known) and (
+        _refuse_state not in hooks.values()
+    ):
+        optimizer.register_state_dict_pre_hook(_refuse_state)
     models = [model for entry in entries.values() if (model := entry.registry.model()) is not None]
     models += [idle] if idle is not None else []
     _check_known(parameters, models)
@@ -148,12 +151,6 @@ def _look_at(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> 
     if len(known) == len(parameters):
         optimizer.__dict__[KNOWN] = _marks(parameters), list(map(weakref.ref, models))
     return models
-
-
-def _guard_state(optimizer: torch.optim.Optimizer) -> None:
-    """Makes `state_dict()` raise from the first step on. Before it there is no state."""
-    if _refuse_state not in optimizer._optimizer_state_dict_pre_hooks.values():
-        optimizer.register_state_dict_pre_hook(_refuse_state)
 
 
 def local_state_of(optimizer: torch.optim.Optimizer) -> Any:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import GradientError
+from shardwise.errors import GradientError, listed
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.gradients import Gradients, HostCopy, gradients_of
 from shardwise.parameters.registry import LocalGradient, entry_of, local_part
@@ -172,9 +172,6 @@ def check_steps(model: nn.Module) -> Gradients:
     )
 
 
-def _culprits(parameters: Iterable[tuple[str, Tensor]], most: int = 3) -> str:
+def _culprits(parameters: Iterable[tuple[str, Tensor]]) -> str:
     names = [name for name, p in parameters if p.grad is not None and not bool(local_part(p.grad).isfinite().all())]
-    if not names:
-        return "on another rank"
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"infinite or NaN: the gradients of {', '.join(names[:most])}{more}"
+    return f"infinite or NaN: the gradients of {listed(names, 3)}" if names else "on another rank"

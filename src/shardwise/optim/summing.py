@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import Group, all_reduce_, host_device
-from shardwise.errors import GradientError, UnsupportedError
+from shardwise.errors import GradientError, UnsupportedError, listed
 from shardwise.mesh import Mesh
 from shardwise.parameters.registry import DataHandling, ParameterEntry, Registry, entry_of, local_part
 from shardwise.plan.rule import UNREACHED
@@ -113,7 +113,7 @@ def _refuse_unproved(summands: Sequence[_Summand]) -> None:
     ]
     if names:
         raise UnsupportedError(
-            f"a gradient of {names[0]}" + f" and {len(names) - 1} more" * (len(names) > 1),
+            f"a gradient of {listed(names, 1)}",
             why="the batches with which its plan was found and tried never used it, and it lies where ranks compute "
             "parts: nothing proves that this gradient is right",
             fix="have the model use it on small random batches too, give rules for it, or use a layout without tp",

@@ -20,18 +20,15 @@ from torch.utils._pytree import tree_iter
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.estimate.memory import ActivationBytes
+from shardwise.runtime.modes import with_attributes
 
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
     """Context manager: new tensors are fake. torch's log of failed fake operations is silenced; they still raise."""
     log = logging.getLogger(fake_tensor.__name__)
-    was_disabled, log.disabled = log.disabled, True
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            yield
-    finally:
-        log.disabled = was_disabled
+    with with_attributes(log, disabled=True), FakeTensorMode(allow_non_fake_inputs=True):
+        yield
 
 
 class FakeTensorCorrections(TorchDispatchMode):

@@ -34,7 +34,7 @@ from shardwise.runtime.adapter_facts import find_model
 from shardwise.runtime.arguments import Arguments, edit_arguments
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.host_masks import leave_out_cache
-from shardwise.runtime.modes import check_unwrapped, has_dropout
+from shardwise.runtime.modes import has_dropout, refuse_wrapped
 from shardwise.runtime.reading import Casting, cast_in_forward, read_through
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -178,6 +178,6 @@ def _most_classes(head: nn.Module | None, context: SplitContext) -> int | None:
 
 def check_unsplit(model: nn.Module) -> None:
     """Raises `PlanError` if the model is already split, `UnsupportedError` if a torch wrapper holds it."""
-    check_unwrapped(model)
+    refuse_wrapped(*model.modules())
     if is_split(model):
         raise PlanError(f"this {type(model).__name__} is split already", fix="split a model once, from the unsplit one")

@@ -11,6 +11,7 @@ lead to it are replayed on the CPU.
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from shardwise.errors import ConfigError, LoadError, UnsupportedError, one_line
+from shardwise.errors import ConfigError, LoadError, UnsupportedError, as_error
 from shardwise.weights.locate import HUB_OPTIONS, check_no_checkpoint, locate_source
 
 
@@ -258,17 +259,12 @@ def read_config(
     if not isinstance(source, Mapping) and not os.path.isfile(source):  # noqa: PTH113 - pathlib raises: a name too long
         locate_source(source, **{name: value for name, value in where.items() if name != "subfolder"})
         check_no_checkpoint(source)
-    try:
+    what = "config values" if isinstance(source, Mapping) else f"config {os.fspath(source)!r}"
+    fix = "correct it, or point at a directory that save_pretrained wrote"
+    with as_error(LoadError, f"transformers cannot read the model {what}", fix=fix):
         if isinstance(source, Mapping):
             return AutoConfig.for_model(**source), rest
         found: Any = config_class.from_pretrained(os.fspath(source), return_unused_kwargs=True, **where, **rest)
-    except Exception as error:
-        what = "config values" if isinstance(source, Mapping) else f"config {os.fspath(source)!r}"
-        raise LoadError(
-            f"transformers cannot read the model {what}",
-            why=one_line(error),
-            fix="correct it, or point at a directory that save_pretrained wrote",
-        ) from error
     return found
 
 
@@ -324,15 +320,10 @@ def build_meta_model(
             why="quantized weights cannot be split yet",
             fix="load the checkpoint it was quantized from",
         )
-    try:
-        with torch.device("meta"):
-            model = build(config, **({} if dtype is None else {"dtype": dtype}), **options)
-    except Exception as error:  # foreign constructors fail in any way
-        raise UnsupportedError(
-            f"{getattr(chosen, '__name__', chosen)} cannot build a model of type {config.model_type!r}",
-            why=f"{type(error).__name__}: {one_line(error, limit=300)}",
-            fix="pass the auto_class (of a run model.task, of a verb --task) that fits it, and options that it takes",
-        ) from error
+    what = f"{getattr(chosen, '__name__', chosen)} cannot build a model of type {config.model_type!r}"
+    fix = "pass the auto_class (of a run model.task, of a verb --task) that fits it, and options that it takes"
+    with as_error(UnsupportedError, what, fix=fix, limit=300), torch.device("meta"):
+        model = build(config, **({} if dtype is None else {"dtype": dtype}), **options)
     _empty(model)
     model.eval()
     return model
@@ -358,11 +349,8 @@ def read_generation_config(model: PreTrainedModel, source: str | os.PathLike[str
     """Reads the generation config beside the weights into the model, if there is one."""
     if not model.can_generate():
         return
-    try:
+    what = f"cannot read the generation_config.json of {os.fspath(source)!r}"
+    path = Path(source) / (options.get("subfolder") or "") / "generation_config.json"
+    # Where there is none, as in most checkpoints, the model's defaults stand.
+    with as_error(LoadError, what), nullcontext() if os.path.lexists(path) else suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(os.fspath(source), **_config_place(options))
-    except Exception as error:  # an OSError where there is none, as in most checkpoints: the model's defaults stand
-        path = Path(source) / (options.get("subfolder") or "") / "generation_config.json"
-        if not isinstance(error, OSError) or os.path.lexists(path):
-            raise LoadError(
-                f"cannot read the generation_config.json of {os.fspath(source)!r}", why=str(error)
-            ) from error

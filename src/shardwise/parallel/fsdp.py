@@ -196,8 +196,12 @@ def _tune(root: nn.Module, units: Units, registry: Registry) -> None:
         if embedding is not None and _is_plain_embedding(embedding):
             embedding.set_unshard_in_backward(False)
         keeps_last = policy.keep_last_block and plan.pipeline is None
-    _tune_order(in_stack, policy, keeps_last=keeps_last)
-    _follow_order(root, in_stack, policy, keeps_last=keeps_last)
+    for number, unit in enumerate(in_stack):
+        if policy.prefetch > 1:
+            unit.set_modules_to_forward_prefetch(in_stack[number + 1 : number + 1 + policy.prefetch])
+            unit.set_modules_to_backward_prefetch(in_stack[max(0, number - policy.prefetch) : number][::-1])
+        if keeps_last:
+            unit.set_reshard_after_forward(unit is not in_stack[-1], recurse=False)
     inside = {each for unit in units.values() for module in unit for each in module.modules()}
     inside.update([root.held] if isinstance(root, StageRoot) else ())
     in_units = {name for unit in plan.data.units for name in unit}
@@ -216,32 +220,6 @@ def _tune(root: nn.Module, units: Units, registry: Registry) -> None:
                 module.set_force_sum_reduction_for_comms(only_sums)
             if policy.symmetric_memory:
                 module.set_symm_mem_for_comm()
-
-
-def _tune_order(blocks: Sequence[Any], policy: FsdpPolicy, *, keeps_last: bool) -> None:
-    """Applies prefetching, which depends on the order in which blocks run."""
-    for number, unit in enumerate(blocks):
-        if policy.prefetch > 1:
-            unit.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + policy.prefetch])
-            unit.set_modules_to_backward_prefetch(blocks[max(0, number - policy.prefetch) : number][::-1])
-        if keeps_last:
-            unit.set_reshard_after_forward(unit is not blocks[-1], recurse=False)
-
-
-def _follow_order(root: nn.Module, blocks: Sequence[Any], policy: FsdpPolicy, *, keeps_last: bool) -> None:
-    """Applies prefetching again after the first forward, if the blocks ran in another order than registered."""
-    if not keeps_last and policy.prefetch == 1:
-        return
-    order: dict[Any, None] = {}
-
-    def finish(*_: Any) -> None:
-        for handle in handles:
-            handle.remove()
-        if len(order) == len(blocks) and list(order) != list(blocks):
-            _tune_order(list(order), policy, keeps_last=keeps_last)
-
-    handles = [each.register_forward_pre_hook(lambda module, _: order.setdefault(module)) for each in blocks]
-    handles.append(root.register_forward_hook(finish))
 
 
 def _chooses_modules(unit: nn.Module, *, besides: Collection[nn.Module]) -> bool:

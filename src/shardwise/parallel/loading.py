@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
-from shardwise.errors import LoadError, UnsupportedError
+from shardwise.errors import LoadError, UnsupportedError, listed
 from shardwise.parallel.build import Construction
 from shardwise.parameters.assigned import take_assignments
 from shardwise.parameters.canonical import local_tensor, state_tensors
@@ -156,12 +156,9 @@ class Allowed:
         """Takes these options out of the options of `load`: lists of patterns, or True for all names."""
         names = ("allow_missing", "allow_unused", "ignore_mismatched_sizes")
         given = (options.pop(name, None) or () for name in names)
-        missing, unused, mismatched = ((each,) if isinstance(each, str) else each for each in given)
-        return cls(
-            missing=("**",) if missing is True else missing,
-            unused=("**",) if unused is True else unused,
-            mismatched=("**",) if mismatched is True else mismatched,
-        )
+        lists = (("**",) if each is True else (each,) if isinstance(each, str) else each for each in given)
+        missing, unused, mismatched = lists
+        return cls(missing=missing, unused=unused, mismatched=mismatched)
 
 
 def _check_coverage(
@@ -240,8 +237,7 @@ def _listed(what: str, names: Iterable[str]) -> Iterator[str]:
         groups.setdefault(star_numbers(name), []).append(name)
     shown = [f"{starred} ({len(alike)})" if len(alike) > 1 else alike[0] for starred, alike in groups.items()]
     if shown:
-        rest = f" and {len(shown) - _MOST_NAMES} more" if len(shown) > _MOST_NAMES else ""
-        yield f"{sum(map(len, groups.values()))} {what}: {', '.join(shown[:_MOST_NAMES])}{rest}"
+        yield f"{sum(map(len, groups.values()))} {what}: {listed(shown, _MOST_NAMES)}"
 
 
 def _is_beyond(modules: Mapping[str, nn.Module], name: str) -> bool:

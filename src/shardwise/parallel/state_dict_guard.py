@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from shardwise.errors import UnsupportedError
 from shardwise.parameters.canonical import take_parts
 from shardwise.parameters.registry import ParameterEntry, Registry, entry_of, named_entries, registry_of
+from shardwise.runtime.modes import with_attributes
 
 _EXPORT = (
     "use shardwise.full_state_dict(model), or shardwise.export_pretrained(model, directory) to save, on every rank"
@@ -51,17 +52,13 @@ def guard_state_dict(model: nn.Module, registry: Registry) -> None:
             module.save_pretrained = partial(_refuse, "save_pretrained", _EXPORT)
             module.push_to_hub = partial(_refuse, "push_to_hub", _EXPORT)
             if registry.stages is not None:
-                module.tie_weights = _keep_ties
+                module.tie_weights = lambda *_, **__: None  # stages already share what is tied
 
 
 def local_state_dict(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Returns the `state_dict()` of a split model with this rank's parts, for code that saves and loads per rank."""
-    registry = registry_of(model)
-    before, registry.reads_names = registry.reads_names, True
-    try:
+    with with_attributes(registry_of(model), reads_names=True):
         return model.state_dict(*args, **kwargs)
-    finally:
-        registry.reads_names = before
 
 
 def _split(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -104,10 +101,6 @@ def _keep_tied(model: nn.Module) -> None:
 
     model.register_load_state_dict_pre_hook(before)
     model.register_load_state_dict_post_hook(after)
-
-
-def _keep_ties(*args: Any, **kwargs: Any) -> None:
-    """Replaces `tie_weights` in a model with stages: stages already share what is tied."""
 
 
 def _refuse(what: str, fix: str, *args: Any, **kwargs: Any) -> NoReturn:

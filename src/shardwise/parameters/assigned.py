@@ -34,9 +34,6 @@ _DATA: Any = Tensor.data
 class _AssignedDTensor(DTensor):
     """A `DTensor` parameter that accepts a `DTensor` assigned to `data`. torch would keep the old values."""
 
-    def _get_data(self) -> Any:
-        return _DATA.__get__(self)
-
     def _set_data(self, value: Tensor) -> None:
         def kind(x: Any) -> Any:
             return isinstance(x, DTensor) and (x.shape, x.dtype, x.placements)
@@ -48,7 +45,7 @@ class _AssignedDTensor(DTensor):
         with torch.no_grad():
             self._local_tensor.copy_(value._local_tensor)  # type: ignore[attr-defined]  # a `DTensor`
 
-    data = property(_get_data, _set_data)
+    data = property(_DATA.__get__, _set_data)
 
     def detach(self) -> Any:
         """Like torch, but of the same class, as `nn.Parameter` requires."""

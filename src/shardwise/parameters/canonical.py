@@ -21,6 +21,7 @@ from shardwise.parameters.registry import (
     registry_of,
 )
 from shardwise.plan.structure import fqn_of
+from shardwise.runtime.modes import with_attributes
 from shardwise.sharding.boxes import shape_of, slices
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.placement import OnCoords, Replicate
@@ -269,11 +270,10 @@ def names_only(registry: Registry) -> Iterator[None]:
     absent = {key: key[0].__dict__.pop(key[1]) for key in foreign}
     for (module, own), fqn in foreign.items():
         module._parameters[own] = nn.Parameter(torch.empty(registry.entry(fqn).layout.shape, device="meta"))
-    registry.reads_names = True
     try:
-        yield
+        with with_attributes(registry, reads_names=True):
+            yield
     finally:
-        registry.reads_names = False
         for (module, own), value in absent.items():
             del module._parameters[own]
             module.__dict__[own] = value

@@ -193,7 +193,7 @@ class Registry:
         local_state: whether `state_dict` and optimizer states are this rank's parts, as for models split by hand.
         reads_names: whether only the names of the model's state are being read, so that parts are allowed.
         uses: parameters that backward has used, of the FSDP2 units that ranks may use differently.
-        idle_stages: pp coords without trained parameters, found by the last gradient phase.
+        idle_stages: pp coords without trained parameters, as of the last step.
         source: source of the weights; see `shardwise.parameters.registry`.
     """
 

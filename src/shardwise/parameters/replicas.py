@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import Group, all_gather_objects
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, listed
 from shardwise.mesh import Mesh
 from shardwise.parameters.registry import ParameterEntry, find_parameters, local_part, registry_of
 from shardwise.sharding.placement import OnCoords, Placement, Replicate
@@ -94,7 +94,7 @@ def check_replicas(model: nn.Module, copies: Copies | None = None) -> None:
     names = _find_unequal(_parameters(model) if copies is None else copies, registry_of(model).mesh.group())
     if names:
         raise LayoutError(
-            f"the ranks hold different copies of {names[0]}" + f" and {len(names) - 1} more" * (len(names) > 1),
+            f"the ranks hold different copies of {listed(names, 1)}",
             why="something updated them on each rank separately; a checkpoint would mix them",
             fix="see docs/own-loop.md for the calls that your own loop needs",
         )

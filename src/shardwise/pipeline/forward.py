@@ -389,17 +389,12 @@ class _Forward:
         microbatches = [Microbatch(*each) for each in zip(parts, losses, strict=True)]
         with stashed_grads(self.model) as kept, gradients.no_sync():
             done = self.runner.run(microbatches, schedule, keeps_outputs=True)
-        outputs = (
-            [
-                map_fields(
-                    done.outputs[number], lambda _, value: value.detach() if isinstance(value, Tensor) else value
-                )
-                for number in range(count)
-            ]
-            if self.runner.is_last
-            else []
-        )
-        output = merge_outputs(outputs, weights) if outputs else None
+
+        def detached(name: str, value: Any) -> Any:
+            return value.detach() if isinstance(value, Tensor) else value
+
+        outputs = [map_fields(done.outputs[number], detached) for number in sorted(done.outputs)]
+        output = merge_outputs(outputs, weights) if outputs else None  # else another rank has the last stage
         output = self._hand_out(output, later=self.model.training)
         for name in given:
             full = torch.cat(

@@ -309,9 +309,6 @@ class StageCaches:
         self._device = device
         self._given = dict(_caches(arguments))
         self._copies = num_stages_per_rank > 1
-        self._before = {
-            name: [_length(each) for each in cache_parts(cache)[0].layers] for name, cache in self._given.items()
-        }
         self._fresh = {name: copy_cache(cache) for name, cache in self._given.items()}
         self.rows, self.length = _size(arguments)
 
@@ -346,7 +343,8 @@ class StageCaches:
     def advance(self) -> None:
         """Advances the layers of other ranks' stages as if they had been filled."""
         for name, cache in self._given.items():
-            before, own = self._before[name], cache_parts(cache)[0]
+            own = cache_parts(cache)[0]
+            before = [_length(each) for each in cache_parts(self._fresh[name])[0].layers]
             state = torch.zeros(self.rows, 1, self.length, 1, device=self._device)
             if not own.layers:  # which nobody here has filled
                 own.update(state, state, 0)

@@ -2,10 +2,8 @@
 
 import copy
 import itertools
-import logging
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +17,7 @@ from shardwise.errors import LayoutError, RankError
 from shardwise.parameters.registry import Registry, registry_of
 from shardwise.pipeline.stage import Microbatch, PipelineStage, ScheduleRun
 from shardwise.plan.pipeline_plan import PipelinePlan
+from shardwise.runtime.modes import with_attributes
 from shardwise.runtime.same_batch import compared_already
 from shardwise.schedule.schedule import Schedule, build_in_order, build_schedule
 from shardwise.schedule.timeline import Span, Timeline
@@ -158,7 +157,9 @@ class PipelineRunner:
             stage.round, stage.has_backward = current, has_backward
             stage.clear_runtime_states()
         try:
-            with _quiet_runtime(), compared_already(context), torch.set_grad_enabled(has_backward):
+            # After a failed stage torch would log the whole schedule.
+            quiet = with_attributes(torch_schedules.logger, disabled=True)
+            with quiet, compared_already(context), torch.set_grad_enabled(has_backward):
                 runtime._step_microbatches(target_mbs=[None] * len(parts), losses=None, return_outputs=False)
         except BaseException as error:  # the ranks that wait for this one fail too, and none goes on with half a step
             self._p2p.abort(f"{type(error).__name__}: {error}".splitlines()[0])
@@ -219,18 +220,6 @@ class PipelineRunner:
         start = min(span.start for row in rows for span in row)  # ranks of one machine share a clock
         moved = (tuple(Span(each.action, each.start - start, each.end - start) for each in row) for row in rows)
         return Timeline(self.last_schedule, tuple(moved))
-
-
-@contextmanager
-def _quiet_runtime() -> Iterator[None]:
-    """Context manager: silences torch's log of a whole schedule after a failed stage."""
-    logger = torch_schedules.logger
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def runner_of(model: nn.Module) -> PipelineRunner | None:

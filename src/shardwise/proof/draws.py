@@ -57,15 +57,6 @@ class RecordRandom(TorchDispatchMode):
         return out
 
 
-def in_microbatch_order(stages: Sequence[Sequence[Sequence[Tensor]]]) -> list[Tensor]:
-    """Returns the draws of a pipeline's stages, one stage per rank, in the unsplit model's order, by microbatch.
-
-    Args:
-        stages: the draws of each stage, by its forwards.
-    """
-    return [value for forwards in zip(*stages, strict=True) for drawn in forwards for value in drawn]
-
-
 class ReplayRandom(TorchDispatchMode):
     """Replaces each random draw of the full model by the ranks' recorded draws, joined to the full shape.
 
@@ -77,6 +68,7 @@ class ReplayRandom(TorchDispatchMode):
         problems: draws that cannot be joined, in words.
         unequal: draws of the full shape that differ between ranks, in words; the first rank's are used. If the results
             differ too, this is the reason. If the results are equal, none depends on these draws.
+        num_draws: number of draws of the full model.
     """
 
     def __init__(self, ranks: Sequence[Sequence[Tensor]], states: Sequence[Tensor]) -> None:
@@ -84,7 +76,7 @@ class ReplayRandom(TorchDispatchMode):
         self.problems: list[str] = []
         self.unequal: list[str] = []
         self._ranks = ranks
-        self._place = 0
+        self.num_draws = 0
         if len({len(drawn) for drawn in ranks}) > 1:
             self.problems.append(f"ranks draw {' and '.join(str(len(drawn)) for drawn in ranks)} times")
         if any(not torch.equal(state, states[0]) for state in states):
@@ -94,7 +86,7 @@ class ReplayRandom(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if not draws_shared(func, kwargs) or not isinstance(out, Tensor):
             return out
-        place, self._place = self._place, self._place + 1
+        place, self.num_draws = self.num_draws, self.num_draws + 1
         parts = [drawn[place] for drawn in self._ranks if place < len(drawn)]
         found = _joined(parts, out.shape) if len(parts) == len(self._ranks) else "the full model draws more often"
         if isinstance(found, Tensor):
@@ -110,11 +102,6 @@ class ReplayRandom(TorchDispatchMode):
     def faults(self) -> list[str]:
         """The problems with the draws, if the results differ."""
         return self.problems or self.unequal
-
-    @property
-    def num_draws(self) -> int:
-        """Number of draws of the full model."""
-        return self._place
 
 
 def _joined(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor | str:

@@ -22,7 +22,7 @@ from shardwise.plan.decision import ParameterPlan, split_share, table
 from shardwise.plan.spec import star_numbers
 from shardwise.plan.structure import is_within, outermost_layers
 from shardwise.proof.counting import counted_layers
-from shardwise.proof.draws import RecordRandom, ReplayRandom, in_microbatch_order
+from shardwise.proof.draws import RecordRandom, ReplayRandom
 from shardwise.sharding.placement import Split
 from shardwise.tiny.inputs import clone_batch, loss_or_surrogate
 from shardwise.tiny.models import fork_all_rng, training_copy
@@ -223,7 +223,9 @@ def measure_in_training(
     with fork_all_rng():
         with RecordRandom(registry_of(model).stages) as draws:
             loss = step(model, mesh, clone_batch(batch))
-        drawn = in_microbatch_order(all_gather_objects(draws.forwards, mesh.group("pp")))
+        # One stage per rank, each by its forwards: by microbatch, they are in the unsplit model's order.
+        microbatches = zip(*all_gather_objects(draws.forwards, mesh.group("pp")), strict=True)
+        drawn = [value for of_stages in microbatches for values in of_stages for value in values]
         on_tp = all_gather_objects((drawn, torch.get_rng_state()), mesh.group("tp"))
     given = [
         ReplayRandom([drawn for drawn, _ in ranks], [state for _, state in ranks if drops])

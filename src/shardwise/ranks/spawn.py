@@ -36,7 +36,6 @@ from shardwise.ranks.rank import Case, RankProcess, Report, check_not_importing,
 
 Result = TypeVar("Result")
 
-# Below the range from which kernels take the ports of outgoing connections, so that none of those can be in the way.
 PORTS = range(20000, 32000)  # below the ports that kernels use for outgoing connections
 SHOWN_CHARS = 6000
 STACK_SECONDS = 1.0  # how long ranks may take to print their stacks when the time is up
@@ -79,7 +78,13 @@ def spawn(
             module=fn.__module__,
             file=getattr(sys.modules[fn.__module__], "__file__", None),
             qualname=fn.__qualname__,
-            env={**os.environ, **_variables(world_size, port), **(env or {})},
+            env={
+                **os.environ,
+                **local_variables(world_size, "127.0.0.1", port),
+                "OMP_NUM_THREADS": "1",
+                "SHARDWISE_DEVICE": os.environ.get("SHARDWISE_DEVICE") or "cpu",
+                **(env or {}),
+            },
             payload=pickle.dumps((args, kwargs, warnings.filters)),
             seconds=timeout,
         )
@@ -208,14 +213,6 @@ def _exit_error(rank: _Rank, when: str) -> RankError:
     else:
         how = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
     return RankError(f"{rank.name} {how} {when}", at=rank.place, why=rank.shown().strip())
-
-
-def _variables(world_size: int, port: int) -> dict[str, str]:
-    return {
-        **local_variables(world_size, "127.0.0.1", port),
-        "OMP_NUM_THREADS": "1",
-        "SHARDWISE_DEVICE": os.environ.get("SHARDWISE_DEVICE") or "cpu",
-    }
 
 
 @contextmanager

@@ -222,9 +222,5 @@ def _reads_all(wrapper: Any, base: nn.Module, held: Set[str]) -> str:
 def _tied(model: nn.Module) -> dict[str, str]:
     """Maps each alias FQN of a tied parameter to the parameter's first FQN."""
     first: dict[int, str] = {}
-    tied = {}
-    for fqn, module in model.named_modules():
-        for own, value in module._parameters.items():
-            if value is not None and first.setdefault(id(value), fqn_of(fqn, own)) != fqn_of(fqn, own):
-                tied[fqn_of(fqn, own)] = first[id(value)]
-    return tied
+    found = {fqn: first.setdefault(id(value), fqn) for fqn, value in model.named_parameters(remove_duplicate=False)}
+    return {fqn: canonical for fqn, canonical in found.items() if fqn != canonical}

@@ -3,7 +3,7 @@
 import datetime
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +14,7 @@ from shardwise.comm.collectives import Group
 from shardwise.errors import BatchError
 from shardwise.mesh import Mesh
 from shardwise.runtime.forward_state import ForwardState, device_rng, mix
+from shardwise.runtime.modes import with_attributes
 
 
 @dataclass(frozen=True)
@@ -148,14 +149,9 @@ class SplitContext:
             if self._around:
                 self.state = around
 
-    @contextmanager
-    def resumed(self, state: ForwardState) -> Iterator[None]:
+    def resumed(self, state: ForwardState) -> AbstractContextManager[None]:
         """Context manager: makes `state` the running forward's state while a part of that forward is recomputed."""
-        current, self.state = self.state, state
-        try:
-            yield
-        finally:
-            self.state = current
+        return with_attributes(self, state=state)
 
     def fork_rng(self, level: str, module: nn.Module, *, replicated: str = "") -> None:
         """Switches to another random stream until `restore_rng(level)` (see [Note: random numbers]).

@@ -151,8 +151,13 @@ class SplitEmbedding:
         if self._sizes is not None:
             values = look_up(ids, **options)
             return gather_full(values, self._axis.group, dim=values.ndim - 1, sizes=self._sizes)
-        self._check_ids(ids)
-        weight: Tensor = self.weight  # type: ignore[attr-defined]
+        size, weight = self._vocabulary_size, self.weight  # type: ignore[attr-defined]
+        # Outside ids are somebody else's rows here, so an id of no rank would come back as silent zeros.
+        check_index(
+            ((ids >= 0) & (ids < size)).all(),
+            "an id is outside the vocabulary",
+            lambda: f"ids from {int(ids.min())} to {int(ids.max())}, but the vocabulary has {size} entries",
+        )
         local = ids - self._start
         outside = (local < 0) | (local >= weight.shape[0])
         if weight.shape[0] == 0:
@@ -160,13 +165,3 @@ class SplitEmbedding:
         else:
             values = look_up(local.masked_fill(outside, 0), **options).masked_fill(outside.unsqueeze(-1), 0)
         return reduce_from_region(values, self._axis.group)
-
-    def _check_ids(self, ids: Tensor) -> None:
-        # Outside ids are somebody else's rows here, so an id of no rank would come back as silent zeros.
-        valid = ((ids >= 0) & (ids < self._vocabulary_size)).all()
-        size = self._vocabulary_size
-        check_index(
-            valid,
-            "an id is outside the vocabulary",
-            lambda: f"ids from {int(ids.min())} to {int(ids.max())}, but the vocabulary has {size} entries",
-        )

@@ -37,6 +37,19 @@ def leave_mode(mode: TorchFunctionMode) -> None:
 
 
 @contextmanager
+def with_attributes(owner: object, **values: Any) -> Iterator[None]:
+    """Context manager: sets attributes of `owner`, and restores them afterwards."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Context manager: sets the model to eval mode, and restores the mode of every module afterwards."""
     training = [module for module in model.modules() if module.training]
@@ -84,17 +97,6 @@ _FIX = (
     "shardwise.TrainStep, a loop of your own (docs/own-loop.md), or\n"
     "from shardwise.trainer import Trainer, adapt, prepare (docs/trainer.md)"
 )
-
-
-def check_unwrapped(model: nn.Module) -> None:
-    """Checks a model before it is split."""
-    if any(parameter.is_inference() for parameter in model.parameters()):
-        raise UnsupportedError(
-            f"a {type(model).__name__} that was made under torch.inference_mode()",
-            why="autograd does not accept its parameters",
-            fix="make or load it outside, or under torch.no_grad()",
-        )
-    refuse_wrapped(*model.modules())
 
 
 def refuse_wrapped(*modules: nn.Module) -> None:

@@ -95,11 +95,22 @@ class SplitNorm:
 
 
 def recognise_norm(module: nn.Module) -> NormFormula:
-    """Finds the formula of an unsplit norm (real or meta) by running it on random input."""
+    """Returns the formula of an unsplit norm (real or meta). Raises `UnsupportedError` for other modules."""
+    if (formula := norm_formula(module)) is None:
+        raise UnsupportedError(
+            f"{type(module).__name__} cannot be split over its features",
+            why="it computes neither an RMS norm nor a layer norm over its last dim",
+            fix="replicate it: gather its input with colwise_gather_output and split again with rowwise_split_input",
+        )
+    return formula
+
+
+def norm_formula(module: nn.Module) -> NormFormula | None:
+    """Finds the formula of an unsplit norm (real or meta) by running it on random input; None for other modules."""
     weight = module._parameters.get("weight")
     shapes = {value.shape for value in module._parameters.values() if value is not None}
     if weight is None or weight.ndim != 1 or len(shapes) > 1 or any(True for _ in module.children()):
-        raise _not_a_norm(module)
+        return None
     probe = copy.deepcopy(module).to_empty(device="cpu").float()
     probe._forward_hooks.clear()
     probe._forward_pre_hooks.clear()
@@ -113,10 +124,10 @@ def recognise_norm(module: nn.Module) -> NormFormula:
         takes_gate = len(inspect.signature(probe.forward).parameters) > 1
         try:
             expected = probe(x, gate) if takes_gate else probe(x)
-        except (TypeError, RuntimeError, ValueError, IndexError, AttributeError) as error:
-            raise _not_a_norm(module) from error
+        except (TypeError, RuntimeError, ValueError, IndexError, AttributeError):
+            return None
         if not isinstance(expected, Tensor) or expected.shape != x.shape:
-            raise _not_a_norm(module)
+            return None
         for centered, offset, place in itertools.product(
             (False, True), (0.0, 1.0), ("before", "after") if takes_gate else ("none",)
         ):
@@ -124,15 +135,7 @@ def recognise_norm(module: nn.Module) -> NormFormula:
             given = gate if takes_gate else None
             if torch.allclose(compute_norm(formula, probe, x, gate=given), expected, atol=1e-4, rtol=1e-4):
                 return formula
-    raise _not_a_norm(module)
-
-
-def _not_a_norm(module: nn.Module) -> UnsupportedError:
-    return UnsupportedError(
-        f"{type(module).__name__} cannot be split over its features",
-        why="it computes neither an RMS norm nor a layer norm over its last dim",
-        fix="replicate it: gather its input with colwise_gather_output and split again with rowwise_split_input",
-    )
+    return None
 
 
 def epsilon_of(module: object) -> float:

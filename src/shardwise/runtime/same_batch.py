@@ -1,8 +1,8 @@
 """Checks that ranks that differ only along tp or pp receive the same rows."""
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from shardwise.comm.collectives import host_device
 from shardwise.errors import BatchError, RankError, UnsupportedError
 from shardwise.mesh import Mesh
 from shardwise.runtime.context import SplitContext
+from shardwise.runtime.modes import with_attributes
 from shardwise.topology.shape import DATA_AXES
 
 _STEPS = "the optimizers' steps"
@@ -45,9 +46,7 @@ def check_same_batch(
 
     Communicates: over tp and pp, one all-gather of 40 bytes per rank.
     """
-    group = (
-        context.same_rows if context.same_rows is not None else context.tp.group if context.mesh is not None else None
-    )
+    group = context.same_rows or (context.tp.group if context.mesh is not None else None)
     if group is None or context.batch_compared or torch.compiler.is_compiling():
         return [list(numbers)]
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -115,14 +114,9 @@ def describe_steps(context: SplitContext) -> dict[str, str]:
     return {_STEPS: str(context.steps)} if context.same_rows is None else {}
 
 
-@contextmanager
-def compared_already(context: SplitContext) -> Iterator[None]:
+def compared_already(context: SplitContext) -> AbstractContextManager[None]:
     """Context manager: forwards inside receive parts of a batch that `check_same_batch` has passed."""
-    context.batch_compared = True
-    try:
-        yield
-    finally:
-        context.batch_compared = False
+    return with_attributes(context, batch_compared=True)
 
 
 def _describe(value: Tensor | int) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.errors import PlanError, UnsupportedError
+from shardwise.errors import PlanError, UnsupportedError, listed
 from shardwise.plan.decision import SplitPlan, split_share
 from shardwise.plan.resolve import resolve
 from shardwise.plan.rule import UNREACHED, ParameterRule, RegionRule, Rule
@@ -296,7 +296,11 @@ class _Search:
 
     def _first_that_passes(self, alike: Sequence[Block]) -> Plan:
         """Returns the rules of blocks of one kind with the first guess that passes; none if no guess does."""
-        plans = [[plan for plan in block.plans if self._is_usable(plan)] for block in alike]
+        is_tiny = self._model is None  # else plans must work at the requested model's sizes
+        plans = [
+            [plan for plan in block.plans if is_tiny or all(rule.is_for_any_size for rule in plan.rules)]
+            for block in alike
+        ]
         reason, num_guesses = "", max(map(len, plans)) if all(plans) else 0
         guesses = ([own[min(index, len(own) - 1)] for own in plans] for index in range(num_guesses))
         for together in dict.fromkeys(functools.reduce(operator.or_, guess) for guess in guesses):
@@ -309,10 +313,6 @@ class _Search:
         logger.info("%s and so on stay replicated: %s", ", ".join(names[:3]), reason)
         self.reasons |= dict.fromkeys(names, reason)
         return NO_RULES
-
-    def _is_usable(self, plan: Plan) -> bool:
-        """Returns whether the plan works at the requested model's sizes."""
-        return self._model is None or all(rule.is_for_any_size for rule in plan.rules)
 
 
 def _eager(tiny: PreTrainedModel) -> nn.Module:
@@ -424,8 +424,5 @@ def _lines(found: Iterable[tuple[str, str]]) -> str:
     names: dict[str, dict[str, None]] = {}
     for name, reason in found:
         names.setdefault(reason, {})[star_numbers(name)] = None
-    lines = []
-    for reason, of in list(names.items())[:_MAX_SHOWN]:
-        more = f" and {len(of) - _MAX_SHOWN} more" if len(of) > _MAX_SHOWN else ""
-        lines.append(f"{', '.join(list(of)[:_MAX_SHOWN])}{more}: {reason}")
-    return "\n".join(lines)
+    shown = list(names.items())[:_MAX_SHOWN]
+    return "\n".join(f"{listed(list(of), _MAX_SHOWN)}: {reason}" for reason, of in shown)

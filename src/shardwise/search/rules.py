@@ -27,9 +27,10 @@ from shardwise.plan.rule import AttributeRule, InputRule, ParameterRule, RegionR
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts, is_within, outermost, outermost_layers, parent_of, upwards
 from shardwise.runtime.arguments import hidden_name
+from shardwise.runtime.norm import norm_formula
 from shardwise.search.block_graph import BlockGraph
 from shardwise.search.influence import RequiredIndices, RowProduct, gradients_of, is_linear_weight, is_nonzero
-from shardwise.search.trace import Layer, ModuleCall, norm_formula
+from shardwise.search.trace import Layer, ModuleCall
 from shardwise.search.traced_sizes import solve
 from shardwise.sharding.boxes import Interval
 from shardwise.sharding.placement import Split, equal_sections, join_intervals
@@ -94,15 +95,16 @@ def guess_attributes(graph: BlockGraph, *, limit: int) -> list[dict[str, str]]:
     known = graph.facts.attributes()
     solved = solve(list(graph.equations()), limit=limit)
     guesses = [
-        {name: _style(part, graph.num_parts) for name, part in parts.items() if name in known} for parts in solved
+        {
+            name: "divided" if part == Fraction(1, graph.num_parts) else f"divided({1 / part})"
+            for name, part in parts.items()
+            if name in known
+        }
+        for parts in solved
     ]
     guesses += [dict.fromkeys(names, "divided") for names in _by_name(graph)]
     distinct = {tuple(sorted(guess.items())): guess for guess in guesses}
     return list(distinct.values())[:limit]
-
-
-def _style(part: Fraction, num_parts: int) -> str:
-    return "divided" if part == Fraction(1, num_parts) else f"divided({1 / part})"
 
 
 def _by_name(graph: BlockGraph) -> list[tuple[str, ...]]:

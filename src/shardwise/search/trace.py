@@ -13,13 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardwise.errors import UnsupportedError
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.decision import NormFormula
 from shardwise.plan.structure import is_within, outermost_layers, parent_of, upwards
 from shardwise.probe.layer_order import as_hook
 from shardwise.runtime.arguments import argument_names
-from shardwise.runtime.norm import compute_norm, moments_of, recognise_norm
+from shardwise.runtime.norm import compute_norm, moments_of, norm_formula
 from shardwise.search.traced_sizes import MADE, SizeConstraint, flat, size_constraints_of, traced_integers
 from shardwise.tiny.inputs import clone_batch
 
@@ -87,14 +86,6 @@ def watch(
         model(**clone_batch(batch))
     watcher.forget_unused()
     return [layer for layer in watcher.ran.values() if layer.outputs]
-
-
-def norm_formula(module: nn.Module) -> NormFormula | None:
-    """Returns the formula of a norm module; None for other modules."""
-    try:
-        return recognise_norm(module)
-    except UnsupportedError:
-        return None
 
 
 class _Watcher(TorchFunctionMode):

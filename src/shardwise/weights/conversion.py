@@ -33,7 +33,7 @@ from transformers.core_model_loading import (
 from shardwise.errors import UnsupportedError
 from shardwise.weights.index import CheckpointIndex
 from shardwise.weights.lazy import LazyTensor
-from shardwise.weights.nodes import StoredTensor
+from shardwise.weights.nodes import Store, StoredTensor
 
 Shape = tuple[int, ...]
 
@@ -76,13 +76,6 @@ def resolve_keys(
         key_mapping: See `from_pretrained`: patterns of checkpoint keys to their replacements.
         prefix: Removed from the keys that begin with it.
     """
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise UnsupportedError(
-            f"{type(model).__name__} has a quantized checkpoint",
-            at=index.location,
-            why="Shardwise reads plain weights; quantized ones need their own decoding",
-            fix="load a checkpoint that is not quantized",
-        )
     conversions = get_model_conversion_mapping(model, dict(key_mapping) if key_mapping else None)
     collected = _Collected(model, shapes, conversions)
     for key in sorted(index, key=dot_natural_key):
@@ -232,7 +225,7 @@ class ExportGroup:
             self._store.tensors = {}
 
 
-class _StateStore:
+class _StateStore(Store):
     def __init__(self) -> None:
         self.tensors: Mapping[str, torch.Tensor] = {}
 
@@ -244,9 +237,6 @@ class _StateStore:
                 fix="use shardwise.full_state_dict(model)",
             )
         return self.tensors[key]
-
-    def count(self, nbytes: int) -> None:
-        """Counts nothing, because nothing is read from disk."""
 
 
 def has_tied_weights(model: nn.Module, tensor_of: Mapping[str, str]) -> bool:
@@ -290,7 +280,7 @@ def plan_export(
             dropped = {target for target, source in model.all_tied_weights_keys.items() if source in tensors}
         dropped.update(model._keys_to_ignore_on_save or ())
     lazies = {
-        fqn: LazyTensor.of(store, fqn, tensor.shape, tensor.dtype)
+        fqn: LazyTensor.of_node(StoredTensor(store, fqn, tuple(tensor.shape), tensor.dtype))
         for fqn, tensor in tensors.items()
         if fqn not in dropped
     }

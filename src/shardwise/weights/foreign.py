@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
 
-from shardwise.errors import LoadError, UnsupportedError
+from shardwise.errors import LoadError, UnsupportedError, as_error
 from shardwise.sharding.boxes import Box, find_overlap, full_box, intersect, move, shape_of, slices, volume
 from shardwise.weights import locate
 from shardwise.weights.index import CheckpointIndex, TensorEntry
@@ -161,15 +161,13 @@ class _Unpickler(pickle.Unpickler):
 def open_dcp(directory: Path) -> ChunkedIndex:
     """Opens the model's tensors in a DCP directory: those under "model" (or "state_dict") if it holds more."""
     path = directory / ".metadata"
-    try:
+    with as_error(
+        LoadError, f"{path.name} cannot be read", at=str(path), limit=300
+    ):  # a damaged pickle fails in any way
         found = _Unpickler(io.BytesIO(path.read_bytes())).load()
         tensors, places = dict(found.state_dict_metadata), dict(found.storage_data)
         names = _model_names(tensors, found.planner_data)
         chunked = {name: _chunked(key, tensors[key], places, directory) for key, name in names.items()}
-    except UnsupportedError:
-        raise
-    except Exception as error:  # a damaged pickle fails in any way
-        raise LoadError(f"{path.name} cannot be read", at=str(path), why=str(error)[:300]) from error
     return ChunkedIndex(chunked, str(directory))
 
 
@@ -190,7 +188,7 @@ def _chunked(key: str, tensor: Any, places: Mapping[Any, Any], directory: Path) 
         place = places[metadata.MetadataIndex(key, chunk.offsets)]
         path = directory / place.relative_path
         if Path(place.relative_path).name != place.relative_path:
-            raise LoadError(f"it leads out of its directory: {place.relative_path}")
+            raise LoadError(f".metadata leads out of its directory: {place.relative_path}", at=str(directory))
         if getattr(place, "transform_descriptors", None):
             raise UnsupportedError(f"{path.name} is written with {place.transform_descriptors}", at=str(path))
         read = functools.partial(_read_slice, key, path, int(place.offset), int(place.length))
@@ -199,13 +197,11 @@ def _chunked(key: str, tensor: Any, places: Mapping[Any, Any], directory: Path) 
 
 
 def _read_slice(key: str, path: Path, offset: int, length: int) -> Tensor:
-    try:
+    with as_error(LoadError, f"{key} cannot be read from {path.name}", at=str(path), limit=300):
         with path.open("rb") as file:
             file.seek(offset)
             content = file.read(length)
         found: Tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch's reader fails in many ways
-        raise LoadError(f"{key} cannot be read from {path.name}", at=str(path), why=str(error)[:300]) from error
     return found
 
 
@@ -214,7 +210,8 @@ def open_sharded_safetensors(directory: Path) -> ChunkedIndex:
     dtypes: dict[str, torch.dtype] = {}
     chunks: dict[str, list[Chunk]] = {}
     for path in sorted(directory.glob(f"*{_SUFFIX}")):
-        try:
+        what = f"{path.name} is not a usable safetensors file"
+        with as_error(LoadError, what, SafetensorError, OSError, ValueError, at=str(path)):
             file: Any = safe_open(path, framework="pt")
             places = json.loads((file.metadata() or {}).get(_SHARDING, "{}"))
             for key in file.keys():  # noqa: SIM118 - it is no mapping
@@ -222,8 +219,6 @@ def open_sharded_safetensors(directory: Path) -> ChunkedIndex:
                 start = places.get(key, {}).get("saved_offsets", [0] * tensor.ndim)
                 dtypes[key] = tensor.dtype
                 chunks.setdefault(key, []).append(Chunk.of(tensor, _box(start, tensor.shape), path))
-        except (SafetensorError, OSError, ValueError) as error:
-            raise LoadError(f"{path.name} is not a usable safetensors file", at=str(path), why=str(error)) from error
     tensors = {}
     for key, found in chunks.items():
         stops = zip(*([stop for _, stop in chunk.box] for chunk in found), strict=True)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from shardwise.errors import LoadError
+from shardwise.errors import LoadError, as_error
 from shardwise.sharding.boxes import Box, shape_of
 from shardwise.weights.locate import CheckpointFiles, locate_files
 from shardwise.weights.nodes import StoredTensor
@@ -163,15 +163,9 @@ def _open(path: Path) -> Any:
             why="it names the file that belongs here",
             fix="fetch it with `git lfs pull`, or download it again",
         )
-    try:
+    what, fix = f"{path.name} is not a usable safetensors file", "copy or download the file again"
+    with as_error(LoadError, what, SafetensorError, at=str(path), fix=fix):
         return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise LoadError(
-            f"{path.name} is not a usable safetensors file",
-            at=str(path),
-            why=str(error),
-            fix="copy or download the file again",
-        ) from error
 
 
 def _check_weight_map(files: CheckpointFiles, entries: Mapping[str, TensorEntry]) -> None:

@@ -41,11 +41,6 @@ class LazyTensor(torch.Tensor):
         return result
 
     @classmethod
-    def of(cls, store: Store, key: str, shape: Sequence[int], dtype: torch.dtype) -> "LazyTensor":
-        """Returns a lazy tensor of the stored tensor `key`."""
-        return cls.of_node(StoredTensor(store, key, tuple(shape), dtype))
-
-    @classmethod
     def of_node(cls, node: StoredTensor) -> "LazyTensor":
         """Returns a lazy tensor of a stored tensor."""
         return cls(node, torch.empty(node.shape, dtype=node.dtype, device="meta"))
@@ -151,7 +146,7 @@ def _node_of(value: torch.Tensor) -> Node:
     return StoredTensor(_Constant(value), "", tuple(value.shape), value.dtype)
 
 
-class _Constant:
+class _Constant(Store):
     """`Store` of an ordinary tensor that a conversion has added."""
 
     def __init__(self, value: torch.Tensor) -> None:
@@ -159,9 +154,6 @@ class _Constant:
 
     def map_tensor(self, key: str) -> torch.Tensor:
         return self._value
-
-    def count(self, nbytes: int) -> None:
-        """Counts nothing, because the tensor is not read from a checkpoint."""
 
 
 def _same(meta: torch.Tensor, source: LazyTensor, **_: Any) -> Node:

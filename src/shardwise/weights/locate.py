@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
-from shardwise.errors import LoadError, did_you_mean
+from shardwise.errors import LoadError, as_error, did_you_mean
 from shardwise.weights.staging import disk_errors
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -173,17 +174,12 @@ def locate_source(path_or_hub_id: str | os.PathLike[str], **hub_options: Any) ->
 
 
 def _check_hub(hub_id: str, options: Mapping[str, Any]) -> None:
-    try:
+    what = f"cannot reach the hub for {hub_id!r}, and there is no such directory here"
+    fix = "pass an existing directory, or a hub id that is reachable or cached"
+    # If the hub answers with an error, it is reported when a file is fetched.
+    with as_error(LoadError, what, fix=fix), suppress(HfHubHTTPError):
         url = huggingface_hub.hf_hub_url(hub_id, "config.json", revision=options.get("revision"))
         huggingface_hub.get_hf_file_metadata(url, token=options.get("token"))
-    except HfHubHTTPError:
-        return  # it answers; what it refuses is reported when a file is fetched
-    except Exception as error:  # the HTTP library's own, which differ between versions of the hub's
-        raise LoadError(
-            f"cannot reach the hub for {hub_id!r}",
-            why=f"there is no such directory here, and asking the hub failed: {error}",
-            fix="pass an existing directory, or a hub id that is reachable or cached",
-        ) from error
 
 
 def _add_variant(name: str, variant: str | None) -> str:
@@ -213,22 +209,14 @@ def _no_weights(source: str | os.PathLike[str], directory: Path | None, single: 
 
 
 def _fetch(source: str | os.PathLike[str], name: str, options: dict[str, Any]) -> Path | None:
-    try:
+    with disk_errors(f"cannot open the checkpoint {os.fspath(source)!r}"):  # also what the hub and connections raise
         found = cached_file(os.fspath(source), name, _raise_exceptions_for_missing_entries=False, **options)
-    except OSError as error:  # what transformers turns every hub and connection error into
-        raise LoadError(f"cannot open the checkpoint {os.fspath(source)!r}", why=str(error)) from error
     return Path(found) if found is not None else None
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:
-    try:
-        with disk_errors(f"cannot read {path}"):
-            weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    what = f"{path.name} is not an index of safetensors shards, a JSON object with a weight_map"
+    kinds, fix = (ValueError, KeyError, TypeError, AttributeError), "copy or download the file again"
+    with disk_errors(f"cannot read {path}"), as_error(LoadError, what, *kinds, at=str(path), fix=fix):
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         return {key: os.fspath(name) for key, name in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LoadError(
-            f"{path.name} is not an index of safetensors shards",
-            at=str(path),
-            why=f"it should be a JSON object with a weight_map: {error!r}",
-            fix="copy or download the file again",
-        ) from error

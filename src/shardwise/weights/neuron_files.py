@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.errors import LoadError, UnsupportedError
+from shardwise.errors import LoadError, UnsupportedError, as_error
 from shardwise.sharding.boxes import Box, full_box, shape_of
 from shardwise.sharding.layout import Layout
 from shardwise.weights.foreign import Chunk, ChunkedIndex, ChunkedTensor
@@ -92,16 +92,13 @@ def open_optimum_neuron(directory: Path) -> ChunkedIndex:
         path = root / f"mp_metadata_pp_rank_{stage}.pt"
         metadata = _load(path)
         states = [(each, _load_state(each)) for each in files]
-        try:
+        kinds = KeyError, TypeError, ValueError, IndexError, AttributeError
+        with as_error(LoadError, f"{path.name} does not fit the files of its ranks", *kinds, at=str(path)):
             split, heads = metadata["sharded_metadata"], metadata.get("gqa_qkv_metadata") or {}
             for name in states[0][1]:
                 for original, kind in _originals(name, heads):
                     dim = int(split[name]["partition_dim"]) if split.get(name, {}).get("kind") == "sharded" else None
                     tensors.setdefault(original, _unsharded(name, kind, states, dim, heads))
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise LoadError(
-                f"{path.name} does not fit the files of its ranks", at=str(path), why=repr(error)
-            ) from error
     return ChunkedIndex(tensors, str(directory))
 
 
@@ -172,11 +169,12 @@ def _stages(directory: Path) -> dict[int, list[Path]]:
 
 
 def _load(path: Path) -> Any:
-    try:
-        with torch.serialization.safe_globals([(_TensorReference, "torch_xla.utils.serialization.TensorReference")]):
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # torch's reader fails in many ways
-        raise LoadError(f"{path.name} cannot be read", at=str(path), why=str(error)[:300]) from error
+    admitted: list[Any] = [(_TensorReference, "torch_xla.utils.serialization.TensorReference")]
+    with (
+        as_error(LoadError, f"{path.name} cannot be read", at=str(path), limit=300),
+        torch.serialization.safe_globals(admitted),
+    ):
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 def _load_state(path: Path) -> dict[str, Tensor]:

@@ -125,8 +125,8 @@ class Store(Protocol):
         ...
 
     def count(self, nbytes: int) -> None:
-        """Records how many bytes were copied out of a mapped tensor."""
-        ...
+        """Records how many bytes were copied out of a mapped tensor; by default not, as for tensors in memory."""
+        return
 
 
 class Node(ABC):

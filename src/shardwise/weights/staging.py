@@ -2,7 +2,7 @@
 
 # [Note: replacing a directory]
 A new directory is written under a hidden name next to its target, flushed to disk and renamed. An existing target is
-first renamed to the name that `aside_of` gives. After a crash between the two renames, the old directory is found
+first renamed to `.NAME.replaced`. After a crash between the two renames, the old directory is found
 there, complete.
 """
 
@@ -11,10 +11,10 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from shardwise.errors import LoadError
+from shardwise.errors import LoadError, as_error
 
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.partial")
 _ASIDE = re.compile(r"\.(?P<name>.+)\.replaced")
@@ -25,16 +25,9 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) is not None
 
 
-@contextmanager
-def disk_errors(summary: str, *, fix: str | None = None) -> Iterator[None]:
+def disk_errors(summary: str, *, fix: str | None = None) -> AbstractContextManager[None]:
     """Context manager: converts an `OSError` to `LoadError(summary)`."""
-    try:
-        yield
-    except LoadError:
-        raise
-    except OSError as error:
-        at = error.filename if isinstance(error.filename, str) else None
-        raise LoadError(summary, at=at, why=error.strerror or str(error), fix=fix) from error
+    return as_error(LoadError, summary, OSError, fix=fix)
 
 
 @contextmanager
@@ -81,23 +74,13 @@ class StagedDirectory:
         """Flushes all files, and renames the directory to the target."""
         for each in (*self.path.rglob("*"), self.path):
             flush_path(each)
-        aside = aside_of(self.target)
+        aside = self.target.with_name(f".{self.target.name}.replaced")
         if self.target.exists():
             shutil.rmtree(aside, ignore_errors=True)  # left by a crash after its replacement was in place
             self.target.rename(aside)
-        try:
-            self.path.rename(self.target)
-        except OSError:
-            if aside.exists():
-                aside.rename(self.target)
-            raise
+        self.path.rename(self.target)
         flush_path(self.target.parent)
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def aside_of(target: Path) -> Path:
-    """Returns the name to which an existing `target` is moved while it is replaced."""
-    return target.with_name(f".{target.name}.replaced")
 
 
 def find_asides(parent: Path) -> dict[str, Path]:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from shardwise.errors import LoadError, ShardwiseError, one_line
+from shardwise.errors import LoadError, as_error
 from shardwise.weights.locate import ADAPTER_CONFIG
 from shardwise.weights.staging import disk_errors, flush_path, is_url
 
@@ -142,6 +142,7 @@ class PlannedShards:
 
     Attributes:
         names: names of the tensors of every shard.
+        shard_of: number of the shard that holds a tensor, by the tensor's name.
         total_bytes: bytes of all tensors.
     """
 
@@ -158,12 +159,8 @@ class PlannedShards:
             held += nbytes
             self.total_bytes += nbytes
         self.names = [[each[0] for each in shard] for shard in self._planned]
-        self._shards = {name: number for number, names in enumerate(self.names) for name in names}
+        self.shard_of = {name: number for number, names in enumerate(self.names) for name in names}
         self._files: dict[int, tuple[TensorFileWriter, list[Planned]]] = {}
-
-    def shard_of(self, name: str) -> int:
-        """Returns the number of the shard that holds a tensor."""
-        return self._shards[name]
 
     def path(self, number: int) -> Path:
         """Returns the temporary path of a shard."""
@@ -171,7 +168,7 @@ class PlannedShards:
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Writes the next tensor of its shard; after the last one, flushes the shard to disk."""
-        number = self._shards[name]
+        number = self.shard_of[name]
         if number not in self._files:
             shard = self._planned[number]
             self._files[number] = TensorFileWriter(self.path(number), shard), list(shard)
@@ -250,13 +247,9 @@ class PretrainedWriter:
     @contextmanager
     def companions(self) -> Iterator[Path]:
         """Context manager: gives `staging` to a block in which other libraries write files beside the weights."""
-        try:
+        # Of the tokenizers library, a full disk is no OSError.
+        with as_error(LoadError, f"cannot write {self._target.name}", at=str(self._target), limit=300):
             yield self.staging
-        except ShardwiseError:
-            raise
-        except Exception as error:  # of the tokenizers library, a full disk is no OSError
-            why = one_line(error, limit=300)
-            raise LoadError(f"cannot write {self._target.name}", at=str(self._target), why=why) from error
 
     def finish(self, metadata: Mapping[str, int | str] | None = None) -> None:
         """Writes the index, and moves all files into the target.

@@ -19,7 +19,7 @@ from shardwise.api.sources import Place, fill_later
 from shardwise.comm.agree import raise_on_all_ranks, run_serially
 from shardwise.compat.layers.grouped import note_heads
 from shardwise.compat.layers.split_module import SplitModule, by_hand, layout_of, running_alone
-from shardwise.errors import LayoutError, UnsupportedError
+from shardwise.errors import LayoutError, UnsupportedError, listed
 from shardwise.estimate.cuts import cut
 from shardwise.lora.inject import guard_wrapper
 from shardwise.mesh import Mesh
@@ -152,7 +152,7 @@ def check_equal_replicas(model: nn.Module) -> None:
     """
     if names := find_unequal_replicas(model):
         raise LayoutError(
-            f"the ranks hold different copies of {names[0]}" + f" and {len(names) - 1} more" * (len(names) > 1),
+            f"the ranks hold different copies of {listed(names, 1)}",
             why="they drew other random numbers; or each tp rank holds a part of it, and nothing says so",
             fix="call torch.manual_seed alike on every rank before the model is built; of a parameter that you "
             "sliced, set tensor_model_parallel = True and partition_dim",

@@ -7,7 +7,7 @@ outputs are full. `shardwise.compat.layers.by_hand` registers the model that hol
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from shardwise.parameters.canonical import full_value, local_tensor, take_parts
 from shardwise.parameters.registry import ParameterEntry, Registry, attach_entry, entries_of, entry_of, mark
 from shardwise.plan.decision import SplitPlan
 from shardwise.runtime.context import Axis, SplitContext
+from shardwise.runtime.modes import with_attributes
 from shardwise.sharding.layout import Layout, steps_along
 from shardwise.sharding.placement import Split, equal_sections
 from shardwise.topology.shape import FSDP_AXES
@@ -141,16 +142,11 @@ def running_alone(model: nn.Module, mesh: Mesh) -> Iterator[None]:
     """Context manager: the parallel layers of `model` and its copies, and users of `mesh`'s groups, communicate with
     nobody, as if all ranks held the same. For shapes, and for comparisons of a model with itself.
     """
-    contexts = [module._split for module in model.modules() if isinstance(module, SplitModule)]
-    axes = [context.tp for context in contexts]
-    with mesh.represented(lambda group: LoneGroup(group.rank(), group.size())):
-        try:
-            for context in contexts:
-                context.tp = Axis.of(mesh, "tp")
-            yield
-        finally:
-            for context, axis in zip(contexts, axes, strict=True):
-                context.tp = axis
+    with mesh.represented(lambda group: LoneGroup(group.rank(), group.size())), ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, SplitModule):
+                stack.enter_context(with_attributes(module._split, tp=Axis.of(mesh, "tp")))
+        yield
 
 
 def layout_of(shape: Sequence[int], split: Split | None, mesh: Mesh, *, data_axes: bool = True) -> Layout:

@@ -68,11 +68,8 @@ def adopt_device_mesh(device_mesh: DeviceMesh, *, shards: bool = True) -> Mesh:
 
     Communicates: like `Mesh.adopt`; if data and context-parallel dims are not flattened, creates their common group.
     """
-    if not isinstance(device_mesh, DeviceMesh):
-        raise MeshError(
-            f"device_mesh cannot be a {type(device_mesh).__name__}",
-            fix='use torch.distributed.device_mesh.init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))',
-        )
+    fix = 'use torch.distributed.device_mesh.init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))'
+    check_kind("device_mesh", device_mesh, DeviceMesh, fix=fix)
     names = device_mesh.mesh_dim_names or tuple(map(str, range(device_mesh.ndim)))
     wide = [name for name, size in zip(names, device_mesh.shape, strict=True) if size > 1]
     for name in wide:

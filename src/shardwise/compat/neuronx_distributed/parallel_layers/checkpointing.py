@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.agree import run_serially
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
-from shardwise.errors import ConfigError, LoadError, one_line
+from shardwise.errors import ConfigError, LoadError, as_error
 from shardwise.plan.options import check_kind
-from shardwise.weights.staging import atomic_file
+from shardwise.weights.staging import atomic_file, disk_errors
 
 __all__ = ["load", "save"]
 
@@ -114,11 +114,8 @@ def _place(directory: str | os.PathLike[str], *, master_dp_only: bool) -> Path:
 
 def write_tree(tree: Any, place: Path) -> None:
     """Writes tensors and plain values to `place/checkpoint.pt`."""
-    try:
-        with atomic_file(place / _NAME) as partial:
-            torch.save(tree_map_only(Tensor, lambda each: each.detach().cpu(), tree), partial)
-    except OSError as error:
-        raise LoadError(f"cannot write {place}", why=str(error)) from error
+    with disk_errors(f"cannot write {place}"), atomic_file(place / _NAME) as partial:
+        torch.save(tree_map_only(Tensor, lambda each: each.detach().cpu(), tree), partial)
 
 
 def read_tree(place: Path) -> Any:
@@ -129,7 +126,5 @@ def read_tree(place: Path) -> Any:
 
 
 def _read(path: Path) -> Any:
-    try:
+    with as_error(LoadError, f"cannot read {path}", limit=300):
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise LoadError(f"cannot read {path}", why=one_line(error, limit=300)) from error

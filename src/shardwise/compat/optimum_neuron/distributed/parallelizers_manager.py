@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 from shardwise.api.prepare import decide
 from shardwise.compat.optimum_neuron.distributed.base import Parallelizer
-from shardwise.errors import ShardwiseError, UnsupportedError, did_you_mean, one_line
+from shardwise.errors import ShardwiseError, UnsupportedError, as_error, did_you_mean
 from shardwise.parallel.build import build_meta_model, named_class
 from shardwise.parameters.registry import is_split
 from shardwise.plan.options import ParallelSpec
@@ -96,11 +96,8 @@ def _unsplit_model(given: Any) -> nn.Module:
         if not isinstance(model, PreTrainedModel):
             raise UnsupportedError(f"a {type(model).__name__} is no model of transformers")
         return build_meta_model(model.config, type(model), dtype=model.dtype, options={}) if is_split(model) else model
-    try:
+    with as_error(UnsupportedError, f"there is no default config of {given!r}", limit=300):
         config = AutoConfig.for_model(given) if isinstance(given, str) else given.config_class()
-    except Exception as error:  # a config's class refuses its own defaults with errors of many kinds
-        why = one_line(error, limit=300)
-        raise UnsupportedError(f"there is no default config of {given!r}: {why}") from error
     chosen = None if isinstance(given, str) else given
     if chosen is None and named_class(config) is None:
         chosen = next((each for each in _CLASSES if type(config) in each._model_mapping), None)
