@@ -78,7 +78,12 @@ class StagedDirectory:
         if self.target.exists():
             shutil.rmtree(aside, ignore_errors=True)  # left by a crash after its replacement was in place
             self.target.rename(aside)
-        self.path.rename(self.target)
+        try:
+            self.path.rename(self.target)
+        except OSError:
+            if aside.exists():
+                aside.rename(self.target)
+            raise
         flush_path(self.target.parent)
         shutil.rmtree(aside, ignore_errors=True)
 
