@@ -10,7 +10,8 @@ transformers gives the model the number of all targets of the accumulated batche
 losses divide their sum, and multiplies what comes out by the number of processes, because DDP averages gradients. A
 loss that ignores the number (BERT's, T5's, that of a decoder that classifies) is then too large by the number of
 processes. So with several data ranks the model is not told: its loss is the mean over this rank's targets, and is
-weighted by their share. In one process a loss that ignores the number is a mean for each accumulated batch, and their sum; so it is here.
+weighted by their share. In one process a loss that ignores the number is a mean for each accumulated batch, and the
+batches' losses are summed; so it is here.
 """
 
 import functools
