@@ -8,6 +8,7 @@ import random
 import tempfile
 
 import datasets
+import peft
 import pytest
 import torch
 import transformers
@@ -17,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import shardwise
 from shardwise.parameters.replicas import find_unequal_replicas
 from shardwise.trainer import adapt
-from tests.trainer.modules import arguments, build
+from tests.trainer.modules import CONFIGS, arguments, build
 
 pytestmark = [
     pytest.mark.spawn,
@@ -82,6 +83,15 @@ def log(run):
     return [{name: value for name, value in each.items() if name not in without} for each in entries]
 
 
+def model_of(family, kind):
+    if kind != "reward":
+        return build(family)
+    torch.manual_seed(0)
+    config = CONFIGS[family]()
+    config.num_labels, config.pad_token_id = 1, 0
+    return transformers.AutoModelForSequenceClassification.from_config(config)
+
+
 def make(trainer, kind, model, directory, *, data_size=1, beside=None, **options):
     config = trainer_of(kind)[1]
     given = arguments(directory, data_size, kind=config, **options_of(kind, **options))
@@ -91,7 +101,7 @@ def make(trainer, kind, model, directory, *, data_size=1, beside=None, **options
 @functools.cache
 def unsplit_run(family, kind, accumulation, options):
     with tempfile.TemporaryDirectory() as directory:
-        model = build(family)
+        model = model_of(family, kind)
         beside = {"ref_model": copy.deepcopy(model)} if kind in ("dpo", "kto") else {}
         chosen = {"gradient_accumulation_steps": accumulation, **dict(options)}
         run = make(trainer_of(kind)[0], kind, model, directory, beside=beside, **chosen)
@@ -100,12 +110,15 @@ def unsplit_run(family, kind, accumulation, options):
 
 
 def train(mesh, family, kind, accumulation, options, directory, sp):
-    model = build(family)
+    model = model_of(family, kind)
     beside = {"ref_model": copy.deepcopy(model)} if kind in ("dpo", "kto") else {}
+    if family == "mixtral":  # else no stage of a pipeline sends them
+        model.config.output_router_logits = mesh.size("pp") > 1
     split = shardwise.parallelize(model, mesh, sequence_parallel=sp)
     chosen = {"gradient_accumulation_steps": accumulation, **dict(options)}
     trainer = adapt(trainer_of(kind)[0])
-    run = make(trainer, kind, split, directory, data_size=mesh.data_size, beside=beside, **chosen)
+    size = 1 if "accelerator_config" in chosen else mesh.data_size
+    run = make(trainer, kind, split, directory, data_size=size, beside=beside, **chosen)
     run.train()
     assert not find_unequal_replicas(run.model)
     return log(run), shardwise.full_state_dict(run.model, rank0_only=True)
@@ -126,15 +139,80 @@ def check(found, wanted):
         torch.testing.assert_close(own[name], value, atol=1e-5, rtol=0, msg=name)
 
 
+LAYOUTS = ["tp2", "tp2+sp", "fsdp2", "ddp2", "fsdp2.tp2", "pp2"]
+FAMILIES = ["llama", "gemma3", "qwen3", "mixtral"]
+# Every layout with every kind and every family, and every kind with every family.
 CASES = [
-    ("llama", "padded", "tp2", 3, ()),
-    ("llama", "dpo", "tp2", 1, ()),
-    ("llama", "packed", "fsdp2", 1, ()),
+    (FAMILIES[(row + column) % 4], kind, layout, 1 + 2 * ((row + column // 2) % 2))
+    for row, layout in enumerate(LAYOUTS)
+    for column, kind in enumerate(["padded", "packed", "completion", "assistant", "dpo"])
 ]
 
 
-@pytest.mark.parametrize(("family", "kind", "layout", "accumulation", "options"), CASES)
-def test_steps_are_those_of_one_process(on_ranks, tmp_path, family, kind, layout, accumulation, options):
-    """The last batch has a single row."""
-    found = on_ranks(train, directory=str(tmp_path), layout=layout.removesuffix("+sp"), sp=layout.endswith("+sp"))
+@pytest.mark.parametrize(("family", "kind", "layout", "accumulation"), CASES)
+def test_steps_are_those_of_one_process(on_ranks, tmp_path, family, kind, layout, accumulation):
+    """The last batch has a single row, of packed rows three."""
+    # Experts are balanced over the rows of a rank, so that another number of ranks has another loss.
+    options = (("router_aux_loss_coef", 0.0),) if family == "mixtral" and "d" in layout else ()
+    layout, _, suffix = layout.partition("+")
+    found = on_ranks(train, layout=layout, directory=str(tmp_path), options=options, sp=bool(suffix))
     check(found, unsplit_run(family, kind, accumulation, options))
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [(kind, layout) for kind in ("kto", "reward") for layout in ("tp2", "fsdp2")]
+)
+def test_kto_and_reward_models(on_ranks, tmp_path, kind, layout):
+    # KTO mixes the answers of a batch, so that ranks must be given the batches of one process.
+    options = (("accelerator_config", {"split_batches": True}),) if kind == "kto" and layout == "fsdp2" else ()
+    chosen = {"family": "qwen3", "kind": kind, "accumulation": 1, "options": options, "sp": False}
+    check(on_ranks(train, directory=str(tmp_path), **chosen), unsplit_run("qwen3", kind, 1, ()))
+
+
+LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+
+
+def train_adapter(mesh, kind, directory, saved, source):
+    """From an unsplit model or its directory, with an adapter that the Trainer is asked for."""
+    adapter = peft.LoraConfig(**LORA, modules_to_save=["lm_head"] if saved else None)
+    beside = {"layout": str(mesh.shape), "peft_config": adapter}
+    run = make(
+        adapt(trainer_of(kind)[0]), kind, source or build("llama"), directory, data_size=mesh.data_size, beside=beside
+    )
+    run.train()
+    return log(run), shardwise.full_state_dict(run.model)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("kind", ["padded", "dpo"])
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
+def test_adapters(on_ranks, tmp_path, kind, layout, saved):
+    adapter = peft.LoraConfig(**LORA, modules_to_save=["lm_head"] if saved else None)
+    run = make(trainer_of(kind)[0], kind, build("llama"), str(tmp_path / "one"), beside={"peft_config": adapter})
+    run.train()
+    state = {name: value for name, value in run.model.state_dict().items()}
+    check(on_ranks(train_adapter, directory=str(tmp_path), source=None), (log(run), state))
+
+
+def train_from_files(mesh, kind, directory, source):
+    run = make(
+        adapt(trainer_of(kind)[0]),
+        kind,
+        source,
+        directory,
+        data_size=mesh.data_size,
+        beside={"layout": str(mesh.shape)},
+    )
+    if kind == "dpo":
+        assert sum(each.numel() for each in run.ref_model.parameters()) < 0.6 * count(build("llama"))
+    run.train()
+    found = run.evaluate(rows(kind))
+    return (
+        log(run),
+        shardwise.full_state_dict(run.model),
+        {name: value for name, value in found.items() if "_per_" not in name},
+    )
+
+
+def count(model):
+    return sum(each.numel() for each in model.parameters())
