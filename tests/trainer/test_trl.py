@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import random
 import tempfile
 
@@ -14,11 +15,14 @@ import torch
 import transformers
 import trl
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.distributed.tensor import DTensor
 
 import shardwise
+from shardwise.loss import cross_entropy
 from shardwise.parameters.replicas import find_unequal_replicas
 from shardwise.trainer import adapt
-from tests.trainer.modules import CONFIGS, arguments, build
+from tests.trainer.modules import CONFIGS, SIZES, arguments, build
+from tests.trainer.test_trl_head import Largest
 
 pytestmark = [
     pytest.mark.spawn,
@@ -51,8 +55,8 @@ def rows(kind):
         return " ".join(f"w{draw.randrange(92)}" for _ in range(draw.randint(2, most)))
 
     def row(number):
-        if kind in ("padded", "packed"):
-            return {"text": text()}
+        if kind in ("padded", "packed", "long"):
+            return {"text": text(most=30 if kind == "long" else 9)}
         if kind == "assistant":
             turns = [{"role": role, "content": text()} for role in ("user", "assistant") * draw.randint(1, 2)]
             return {"messages": turns}
@@ -190,29 +194,128 @@ def test_adapters(on_ranks, tmp_path, kind, layout, saved):
     adapter = peft.LoraConfig(**LORA, modules_to_save=["lm_head"] if saved else None)
     run = make(trainer_of(kind)[0], kind, build("llama"), str(tmp_path / "one"), beside={"peft_config": adapter})
     run.train()
-    state = {name: value for name, value in run.model.state_dict().items()}
-    check(on_ranks(train_adapter, directory=str(tmp_path), source=None), (log(run), state))
+    found = on_ranks(train_adapter, directory=str(tmp_path), source=None)
+    check(found, (log(run), run.model.state_dict()))
+
+
+def in_one_batch(run, data_size=1):
+    run.args.per_device_eval_batch_size = 16 // data_size
+    found = run.evaluate(rows("dpo" if isinstance(run, trl.DPOTrainer) else "completion"))
+    return {name: value for name, value in found.items() if "per_second" not in name and "runtime" not in name}
 
 
 def train_from_files(mesh, kind, directory, source):
-    run = make(
-        adapt(trainer_of(kind)[0]),
-        kind,
-        source,
-        directory,
-        data_size=mesh.data_size,
-        beside={"layout": str(mesh.shape)},
-    )
-    if kind == "dpo":
-        assert sum(each.numel() for each in run.ref_model.parameters()) < 0.6 * count(build("llama"))
+    """The Trainer loads the model, and DPO's reference, of which a rank holds a part."""
+    size, beside = mesh.data_size, {"layout": str(mesh.shape)}
+    run = make(adapt(trainer_of(kind)[0]), kind, source, directory, data_size=size, beside=beside)
+    held = [run.model, run.ref_model] if kind == "dpo" else [run.model]
+    assert all(count(each) < 0.6 * count(build("llama")) for each in held)
     run.train()
-    found = run.evaluate(rows(kind))
-    return (
-        log(run),
-        shardwise.full_state_dict(run.model),
-        {name: value for name, value in found.items() if "_per_" not in name},
-    )
+    entries = log(run)
+    return [*entries, {"grad_norm": 0.0, **in_one_batch(run, size)}], shardwise.full_state_dict(run.model)
 
 
 def count(model):
-    return sum(each.numel() for each in model.parameters())
+    return sum(each.to_local().numel() if isinstance(each, DTensor) else each.numel() for each in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["completion", "dpo"])
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2", "pp2"])
+def test_models_from_files_and_evaluation(on_ranks, tmp_path, kind, layout):
+    """13 rows: a data rank has one more than the other."""
+    source = str(tmp_path / "model")
+    build("llama").save_pretrained(source)
+    run = make(trainer_of(kind)[0], kind, source, str(tmp_path / "one"))
+    run.train()
+    entries, state = log(run), run.model.state_dict()
+    found = on_ranks(train_from_files, directory=str(tmp_path), source=source)
+    check(found, ([*entries, {"grad_norm": 0.0, **in_one_batch(run)}], state))
+
+
+def measured(mesh, directory):
+    """The most elements of a tensor that a rank makes in two steps of SFT."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**SIZES, "hidden_size": 16, "num_attention_heads": 2}, vocab_size=2000)
+    split = shardwise.parallelize(transformers.AutoModelForCausalLM.from_config(config), mesh)
+    run = make(adapt(trl.SFTTrainer), "long", split, directory, data_size=mesh.data_size, steps=2)
+    with pytest.MonkeyPatch.context() as patch, Largest() as found:
+        patch.setattr(cross_entropy, "CHUNK_ELEMENTS", 2**12)
+        run.train()
+    return found.most
+
+
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2.tp2"])
+def test_no_rank_holds_a_whole_head_or_makes_all_logits(on_ranks, tmp_path, layout):
+    assert max(on_ranks(measured, directory=str(tmp_path))) <= 2000 * 16 // 2 < 4 * 30 * 2000
+
+
+def sample(trainer, model, directory, data_size=1):
+    """Two steps of GRPO, with what was sampled."""
+    sampled = []
+
+    def reward(completion_ids, **others):
+        sampled.extend(completion_ids)
+        return [len(set(each)) / 10 + each[0] / 100 for each in completion_ids]
+
+    chosen = {"num_generations": 2, "max_completion_length": 8, "rows": 4 * data_size}
+    given = arguments(directory, data_size, kind=trl.GRPOConfig, **chosen, **options_of("grpo", steps=2))
+    prompts = rows("dpo").select_columns(["prompt"])
+    run = trainer(model, reward, given, train_dataset=prompts, processing_class=tokenizer())
+    run.train()
+    return run, sampled, [{name: value for name, value in each.items() if name != "step_time"} for each in log(run)]
+
+
+class Drawing(trl.GRPOTrainer):
+    """Draws a number for the sampler, as loaders of split models do."""
+
+    def get_train_dataloader(self):
+        torch.empty((), dtype=torch.int64).random_()
+        return super().get_train_dataloader()
+
+
+def sample_on_rank(mesh, directory):
+    split = shardwise.parallelize(build("llama"), mesh)
+    run, *found = sample(adapt(trl.GRPOTrainer), split, directory, mesh.data_size)
+    assert not find_unequal_replicas(run.model)
+    return mesh.data_rank, *found
+
+
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2", "fsdp2.tp2"])
+def test_grpo_samples_alike_on_tp_ranks_and_differently_on_data_ranks(on_ranks, tmp_path, layout):
+    found = on_ranks(sample_on_rank, directory=str(tmp_path))
+    of_rank = {}
+    for rank, sampled, entries in found:
+        assert of_rank.setdefault(rank, sampled) == sampled
+        assert entries == found[0][2]
+        assert all(math.isfinite(each["loss"]) and each["grad_norm"] > 0 for each in entries)
+    assert len({str(each) for each in of_rank.values()}) == len(of_rank)
+    if len(of_rank) == 1:
+        _, sampled, expected = sample(Drawing, build("llama"), str(tmp_path))
+        assert sampled == of_rank[0]
+        for each, other in zip(found[0][2], expected, strict=True):
+            assert each == pytest.approx(other, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.single
+@pytest.mark.parametrize(
+    ("kind", "options", "beside", "match"),
+    [
+        ("padded", {"activation_offloading": True}, {}, "activation_offloading=True over tp1"),
+        ("padded", {"chat_template_path": "org/model"}, {}, "number of embeddings"),
+        ("padded", {}, {"peft_config": peft.LoraConfig(**LORA)}, r"shardwise\.load\(\.\.\., adapter=peft_config\)"),
+        ("dpo", {"precompute_ref_log_probs": True}, {}, "hashes full parameters"),
+        ("dpo", {}, {}, "pass ref_model="),
+        ("grpo", {"beta": 0.1, "num_generations": 2}, {"reward_funcs": len}, r"use beta=0\.0"),
+    ],
+)
+def test_what_split_models_cannot_do_is_refused(tmp_path, kind, options, beside, match):
+    with shardwise.Mesh.open("tp1", device="cpu") as mesh:
+        split = shardwise.parallelize(build("llama"), mesh)
+        with pytest.raises(shardwise.ShardwiseError, match=match):
+            make(adapt(trainer_of(kind)[0]), kind, split, str(tmp_path), beside=beside, **options)
+
+
+@pytest.mark.single
+def test_other_trainers_of_trl_are_refused():
+    with pytest.raises(shardwise.ShardwiseError, match="RLOOTrainer on split models"):
+        adapt(trl.RLOOTrainer)

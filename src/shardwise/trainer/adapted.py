@@ -150,7 +150,7 @@ class SplitTrainer(SavesSplitModels):
     @override
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         """Returns this rank's part of the operations of a batch; see `StepResult.flops`."""
-        if self._mesh is None:
+        if self._mesh is None or not isinstance(inputs, Mapping):
             return super().floating_point_ops(inputs)
         copies = self._mesh.shape.world_size // self._mesh.data_size
         return flops_of(inputs, registry_of(self.model).plan.work) / copies
