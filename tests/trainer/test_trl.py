@@ -164,7 +164,7 @@ def test_steps_are_those_of_one_process(on_ranks, tmp_path, family, kind, layout
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"), [(kind, layout) for kind in ("kto", "reward") for layout in ("tp2", "fsdp2")]
+    ("kind", "layout"), [("kto", "tp2"), ("kto", "fsdp2"), ("kto", "pp2"), ("reward", "tp2"), ("reward", "fsdp2")]
 )
 def test_kto_and_reward_models(on_ranks, tmp_path, kind, layout):
     # KTO mixes the answers of a batch, so that ranks must be given the batches of one process.
@@ -313,6 +313,17 @@ def test_what_split_models_cannot_do_is_refused(tmp_path, kind, options, beside,
         split = shardwise.parallelize(build("llama"), mesh)
         with pytest.raises(shardwise.ShardwiseError, match=match):
             make(adapt(trainer_of(kind)[0]), kind, split, str(tmp_path), beside=beside, **options)
+
+
+@pytest.mark.single
+def test_an_unsplit_model_is_trained_by_trl_alone(tmp_path):
+    found = []
+    for trainer in (trl.SFTTrainer, adapt(trl.SFTTrainer)):
+        run = make(trainer, "packed", build("llama", dropout=0.1), str(tmp_path))
+        run.train()
+        found.append((log(run), run.model.state_dict()))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
 
 
 @pytest.mark.single

@@ -37,7 +37,7 @@ from shardwise.trainer.trl import is_fused, replace_fused_head
 
 _KINDS = (trl.SFTTrainer, trl.DPOTrainer, trl.KTOTrainer, trl.RewardTrainer, trl.GRPOTrainer)
 _REFUSED = {
-    "activation_offloading": ("it moves what ranks exchange", "use recompute=Recompute(...)"),
+    "activation_offloading": ("it is not tried on split models", "use recompute=Recompute(...)"),
     "cast_lm_head_to_fp32": ("it multiplies by the whole head", "load the model in float32"),
     "log_completions": ("its table repeats completions of tp ranks", "log them in a reward function"),
     "precompute_ref_log_probs": ("it hashes full parameters", "leave it out: the reference model is split, too"),
