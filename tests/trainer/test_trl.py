@@ -66,7 +66,7 @@ def rows(kind):
             return {"prompt": text() + " ", "completion": text(), "label": number % 3 > 0}
         return {"prompt": text() + " ", "chosen": text(), "rejected": text()}
 
-    return datasets.Dataset.from_list([row(number) for number in range(39 if kind == "packed" else 13)])
+    return datasets.Dataset.from_list([row(number) for number in range(48 if kind == "packed" else 17)])
 
 
 def trainer_of(kind):
@@ -199,7 +199,7 @@ def test_adapters(on_ranks, tmp_path, kind, layout, saved):
 
 
 def in_one_batch(run, data_size=1):
-    run.args.per_device_eval_batch_size = 16 // data_size
+    run.args.per_device_eval_batch_size = 18 // data_size
     found = run.evaluate(rows("dpo" if isinstance(run, trl.DPOTrainer) else "completion"))
     return {name: value for name, value in found.items() if "per_second" not in name and "runtime" not in name}
 
@@ -222,7 +222,7 @@ def count(model):
 @pytest.mark.parametrize("kind", ["completion", "dpo"])
 @pytest.mark.parametrize("layout", ["tp2", "fsdp2", "pp2"])
 def test_models_from_files_and_evaluation(on_ranks, tmp_path, kind, layout):
-    """13 rows: a data rank has one more than the other."""
+    """17 rows: a data rank has one more than the other."""
     source = str(tmp_path / "model")
     build("llama").save_pretrained(source)
     run = make(trainer_of(kind)[0], kind, source, str(tmp_path / "one"))
@@ -249,13 +249,17 @@ def test_no_rank_holds_a_whole_head_or_makes_all_logits(on_ranks, tmp_path, layo
     assert max(on_ranks(measured, directory=str(tmp_path))) <= 2000 * 16 // 2 < 4 * 30 * 2000
 
 
+def reward_of(completions):
+    return [len(set(each)) / 10 + each[0] / 100 for each in completions]
+
+
 def sample(trainer, model, directory, data_size=1):
     """Two steps of GRPO, with what was sampled."""
     sampled = []
 
     def reward(completion_ids, **others):
-        sampled.extend(completion_ids)
-        return [len(set(each)) / 10 + each[0] / 100 for each in completion_ids]
+        sampled.append(completion_ids)
+        return reward_of(completion_ids)
 
     chosen = {"num_generations": 2, "max_completion_length": 8, "rows": 4 * data_size}
     given = arguments(directory, data_size, kind=trl.GRPOConfig, **chosen, **options_of("grpo", steps=2))
@@ -289,6 +293,9 @@ def test_grpo_samples_alike_on_tp_ranks_and_differently_on_data_ranks(on_ranks, 
         assert entries == found[0][2]
         assert all(math.isfinite(each["loss"]) and each["grad_norm"] > 0 for each in entries)
     assert len({str(each) for each in of_rank.values()}) == len(of_rank)
+    for number, entry in enumerate(found[0][2]):
+        rewards = [reward for sampled in of_rank.values() for reward in reward_of(sampled[number])]
+        assert entry["reward"] == pytest.approx(sum(rewards) / len(rewards), rel=1e-5)
     if len(of_rank) == 1:
         _, sampled, expected = sample(Drawing, build("llama"), str(tmp_path))
         assert sampled == of_rank[0]
