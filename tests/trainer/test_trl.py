@@ -176,14 +176,31 @@ def test_kto_and_reward_models(on_ranks, tmp_path, kind, layout):
 LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
 
 
-def train_adapter(mesh, kind, directory, saved, source):
-    """From an unsplit model or its directory, with an adapter that the Trainer is asked for."""
-    adapter = peft.LoraConfig(**LORA, modules_to_save=["lm_head"] if saved else None)
-    beside = {"layout": str(mesh.shape), "peft_config": adapter}
-    run = make(
-        adapt(trainer_of(kind)[0]), kind, source or build("llama"), directory, data_size=mesh.data_size, beside=beside
-    )
+def lora(saved):
+    return peft.LoraConfig(**LORA, modules_to_save=["lm_head"] if saved else None)
+
+
+class Quiet(trl.DPOTrainer):
+    """A user's own."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+
+
+def train_adapter(mesh, kind, directory, saved):
+    """With an adapter that the Trainer is asked for, or of a model that is split already."""
+    model, size = build("llama"), mesh.data_size
+    trainer = adapt(Quiet if kind == "dpo" else trl.SFTTrainer)
+    if saved:
+        beside = {"layout": str(mesh.shape), "peft_config": lora(saved)}
+    else:
+        transformers.set_seed(42)  # as TRL
+        model, beside = shardwise.parallelize(peft.get_peft_model(model, lora(saved)), mesh), {}
+    run = make(trainer, kind, model, directory, data_size=size, beside=beside)
     run.train()
+    if kind == "dpo":
+        with pytest.raises(shardwise.ShardwiseError, match="whose adapter is trained"):
+            make(trainer, kind, run.model, directory, data_size=size)
     return log(run), shardwise.full_state_dict(run.model)
 
 
@@ -191,11 +208,9 @@ def train_adapter(mesh, kind, directory, saved, source):
 @pytest.mark.parametrize("kind", ["padded", "dpo"])
 @pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
 def test_adapters(on_ranks, tmp_path, kind, layout, saved):
-    adapter = peft.LoraConfig(**LORA, modules_to_save=["lm_head"] if saved else None)
-    run = make(trainer_of(kind)[0], kind, build("llama"), str(tmp_path / "one"), beside={"peft_config": adapter})
+    run = make(trainer_of(kind)[0], kind, build("llama"), str(tmp_path / "one"), beside={"peft_config": lora(saved)})
     run.train()
-    found = on_ranks(train_adapter, directory=str(tmp_path), source=None)
-    check(found, (log(run), run.model.state_dict()))
+    check(on_ranks(train_adapter, directory=str(tmp_path)), (log(run), run.model.state_dict()))
 
 
 def in_one_batch(run, data_size=1):

@@ -71,10 +71,8 @@ class SplitTrlTrainer(SplitTrainer):
         if layout is None and not (isinstance(model, nn.Module) and is_split(model)):
             super().__init__(model, *others, auto_class=auto_class, **options)
             return
-        taken = inspect.signature(super(SplitTrainer, self).__init__)
-        asked = {name: options.pop(name) for name in list(options) if name in ParallelSpec.__dataclass_fields__}
-        own = {name: options.pop(name) for name in list(options) if name not in taken.parameters}
-        given = taken.bind_partial(model, *others, **options).arguments
+        given = {**_by_name(super(SplitTrainer, self).__init__, (model, *others)), **options}
+        asked = {name: given.pop(name) for name in list(given) if name in ParallelSpec.__dataclass_fields__}
         args, adapter = given.get("args"), given.pop("peft_config", None)
         if layout is not None:
             model = self._load(model, layout, auto_class, adapter, asked, args)
@@ -89,9 +87,9 @@ class SplitTrlTrainer(SplitTrainer):
         given["model"] = model
         if isinstance(self, trl.GRPOTrainer):
             given["args"] = _of_data_ranks(args, mesh)
-        elif "ref_model" in taken.parameters:
+        elif isinstance(self, (trl.DPOTrainer, trl.KTOTrainer)):
             given["ref_model"] = self._reference(given.get("ref_model"), model, asked, is_new=adapter is not None)
-        super().__init__(**given, **own)
+        super().__init__(**given)
         if isinstance(given.get("ref_model"), _Placeholder):
             self.ref_model = None
         for each in (self.model, getattr(self, "ref_model", None)):
@@ -227,6 +225,13 @@ class _Placeholder(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
+
+
+def _by_name(init: Any, values: tuple[Any, ...]) -> dict[str, Any]:
+    """Returns arguments that are given by position, by their names."""
+    parameters = inspect.signature(init).parameters.values()
+    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD] or ["model"]
+    return dict(zip(names[: len(values)], values, strict=True))
 
 
 def _check_arguments(args: Any, mesh: Mesh) -> None:
