@@ -234,6 +234,21 @@ def count(model):
     return sum(each.to_local().numel() if isinstance(each, DTensor) else each.numel() for each in model.parameters())
 
 
+def load_for_rewards(mesh, directory, source):
+    """The scores of a head that is drawn, on the body of a language model."""
+    run = make(adapt(trl.RewardTrainer), "reward", source, directory, beside={"layout": str(mesh.shape)})
+    return shardwise.full_state_dict(run.model)
+
+
+@pytest.mark.parametrize("layout", ["tp2"])
+def test_reward_models_begin_with_the_files_of_language_models(on_ranks, tmp_path, layout):
+    source = str(tmp_path / "model")
+    build("llama").save_pretrained(source)
+    state, _ = on_ranks(load_for_rewards, directory=str(tmp_path), source=source)
+    assert state.pop("score.weight").shape == (1, 32)
+    assert all(torch.equal(value, build("llama").state_dict()[name]) for name, value in state.items())
+
+
 @pytest.mark.parametrize("kind", ["completion", "dpo"])
 @pytest.mark.parametrize("layout", ["tp2", "fsdp2", "pp2"])
 def test_models_from_files_and_evaluation(on_ranks, tmp_path, kind, layout):

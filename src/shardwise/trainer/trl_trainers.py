@@ -71,11 +71,15 @@ class SplitTrlTrainer(SplitTrainer):
         if layout is None and not (isinstance(model, nn.Module) and is_split(model)):
             super().__init__(model, *others, auto_class=auto_class, **options)
             return
-        given = {**_by_name(super(SplitTrainer, self).__init__, (model, *others)), **options}
+        signature = inspect.signature(super(SplitTrainer, self).__init__)
+        if any(each.kind is each.VAR_POSITIONAL for each in signature.parameters.values()):  # of a subclass
+            kind = next(each for each in type(self).__mro__ if each in _KINDS)
+            signature = inspect.signature(functools.partial(kind.__init__, self))
+        given = {**signature.bind_partial(model, *others).arguments, **options}
         asked = {name: given.pop(name) for name in list(given) if name in ParallelSpec.__dataclass_fields__}
         args, adapter = given.get("args"), given.pop("peft_config", None)
         if layout is not None:
-            model = self._load(model, layout, auto_class, adapter, asked, args)
+            model = self._load(model, Mesh.open(layout), auto_class, adapter, asked, args)
         elif adapter is not None:
             raise ConfigError(
                 "peft_config= with a split model",
@@ -107,21 +111,22 @@ class SplitTrlTrainer(SplitTrainer):
     # The model and its reference
 
     def _load(
-        self, model: Any, layout: str, auto_class: Any, adapter: Any, asked: Mapping[str, Any], args: Any
+        self, model: Any, mesh: Mesh, auto_class: Any, adapter: Any, asked: Mapping[str, Any], args: Any
     ) -> nn.Module:
         """Loads or splits the model, with its adapter; files are read as TRL reads them."""
+        options = {"seed": getattr(args, "seed", 42), **(getattr(args, "model_init_kwargs", None) or {})}
         if isinstance(model, nn.Module):
             if adapter is not None:
-                transformers.set_seed(args.seed)
+                transformers.set_seed(options["seed"])
                 model = inject(model, adapter, on_meta=False)
-            return split_model(model, layout, auto_class, asked, args)
-        options = {**(getattr(args, "model_init_kwargs", None) or {}), "adapter": adapter}
+        elif isinstance(self, trl.RewardTrainer):  # a head of one score, which a language model's files lack
+            auto_class = auto_class or transformers.AutoModelForSequenceClassification
+            head = {"num_labels": 1, "allow_missing": ["score.*", "classifier.*"], "allow_unused": ["lm_head.*"]}
+            options = {**head, **options}
         if "precision" not in asked:
             options.setdefault("dtype", "float32")
-        if isinstance(self, trl.RewardTrainer):
-            auto_class = auto_class or transformers.AutoModelForSequenceClassification
-            options["num_labels"] = 1
-        return split_model(model, layout, auto_class, asked, args, options)
+        options["adapter"] = adapter
+        return split_model(model, mesh=mesh, auto_class=auto_class, asked=asked, args=args, options=options)
 
     def _reference(self, given: Any, model: Any, asked: Mapping[str, Any], *, is_new: bool) -> nn.Module:
         mesh = registry_of(model).mesh
@@ -225,13 +230,6 @@ class _Placeholder(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
-
-
-def _by_name(init: Any, values: tuple[Any, ...]) -> dict[str, Any]:
-    """Returns arguments that are given by position, by their names."""
-    parameters = inspect.signature(init).parameters.values()
-    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD] or ["model"]
-    return dict(zip(names[: len(values)], values, strict=True))
 
 
 def _check_arguments(args: Any, mesh: Mesh) -> None:
