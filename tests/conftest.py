@@ -47,6 +47,7 @@ DEAR = (
     "lightning.pytorch",
     "shardwise.lightning",
     "shardwise.trainer",
+    "shardwise.trainer.trl_trainers",
     "shardwise.cli.training",
     "shardwise.compat.neuronx_distributed.trainer",
 )

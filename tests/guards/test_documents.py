@@ -134,7 +134,7 @@ def test_examples_run_as_programs(path: Path, tmp_path: Path):
     assert run.stdout.strip(), f"{path.name} shows nothing"
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT 0.21
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # PEFT 0.21, TRL 1.16
 @pytest.mark.filterwarnings("ignore::shardwise.compat.warned.CompatWarning")  # of arguments that scripts for NxD give
 @pytest.mark.parametrize("path", [p for p in EXAMPLES if p.name not in PROGRAMS | HEAVY], ids=lambda p: p.name)
 def test_examples_run(path: Path, tmp_path: Path, monkeypatch, capsys, run_forked):  # noqa: F811

@@ -16,11 +16,11 @@ import shardwise
 from shardwise.comm.simulated import run_ranks
 from shardwise.errors import UnsupportedError
 from shardwise.loss import cross_entropy
+from shardwise.loss.scores import HeadFormula, Scoring
 from shardwise.pipeline.runner import runner_of
+from shardwise.pipeline.scores import StagedScores
 from shardwise.runtime.context import Axis
 from shardwise.trainer import trl as trl_head
-from shardwise.trainer.log_probs import HeadFormula, Scoring
-from shardwise.trainer.staged_scores import StagedScores
 from shardwise.trainer.trl import fuse_head, replace_fused_head
 from tests.families import tiny_batch, tiny_model
 from tests.oracle import differing

@@ -34,7 +34,13 @@ def adapt(trainer: type[Any]) -> type[Any]:
         raise TypeError(f"adapt takes a subclass of transformers.Trainer, got {trainer!r}")
     if issubclass(trainer, SplitTrainer):
         return trainer
-    return type(trainer.__name__, (SplitTrainer, trainer), {"__doc__": trainer.__doc__, "__module__": __name__})
+    mixin: type[Any] = SplitTrainer
+    if any(each.__module__.startswith("trl.") for each in trainer.__mro__):
+        from shardwise.trainer.trl_trainers import SplitTrlTrainer, check_kind
+
+        check_kind(trainer)
+        mixin = SplitTrlTrainer
+    return type(trainer.__name__, (mixin, trainer), {"__doc__": trainer.__doc__, "__module__": __name__})
 
 
 def check_overridden(own: type[Any], overridden: type[Any]) -> None:

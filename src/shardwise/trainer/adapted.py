@@ -96,7 +96,7 @@ class SplitTrainer(SavesSplitModels):
         args = next((each for each in beside if isinstance(each, transformers.TrainingArguments)), None)
         if layout is not None:
             self._mesh = mesh = Mesh.open(layout)
-            self._split = functools.partial(_split, mesh=mesh, auto_class=auto_class, asked=asked, args=args)
+            self._split = functools.partial(split_model, mesh=mesh, auto_class=auto_class, asked=asked, args=args)
             model = model if model is None else self._split(model)
         elif asked or auto_class is not None:
             raise ConfigError(f"{next(iter(asked), 'auto_class')}= without a layout", fix='add layout="fsdp2.tp2"')
@@ -176,7 +176,7 @@ class SplitTrainer(SavesSplitModels):
     @override
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         """Returns this rank's part of the operations of a batch; see `StepResult.flops`."""
-        if self._mesh is None:
+        if self._mesh is None or not isinstance(inputs, Mapping):
             return super().floating_point_ops(inputs)
         copies = self._mesh.shape.world_size // self._mesh.data_size
         return flops_of(inputs, registry_of(self.model).plan.work) / copies
@@ -504,8 +504,10 @@ class SplitTrainer(SavesSplitModels):
             )
 
 
-def _split(model: Any, *, mesh: Mesh, auto_class: Any, asked: Mapping[str, Any], args: Any) -> nn.Module:
-    """Loads the model or splits the given one."""
+def split_model(
+    model: Any, *, mesh: Mesh, auto_class: Any, asked: Mapping[str, Any], args: Any, options: Mapping[str, Any] = {}
+) -> nn.Module:
+    """Loads the model with further `options` of `load`, or splits the given one."""
     asked = dict(asked)
     if getattr(args, "gradient_checkpointing", False) or getattr(args, "activation_checkpointing", False):
         asked.setdefault("recompute", Recompute(mode="full"))
@@ -513,7 +515,7 @@ def _split(model: Any, *, mesh: Mesh, auto_class: Any, asked: Mapping[str, Any],
         asked.setdefault("compilation", Compile())
     if isinstance(model, nn.Module):
         return parallelize(model, mesh, **asked)
-    loaded: nn.Module = load(model, mesh, auto_class=auto_class, **asked)
+    loaded: nn.Module = load(model, mesh, auto_class=auto_class, **asked, **options)
     return loaded
 
 

@@ -2,7 +2,7 @@
 
 TRL's trainers call `model(..., labels=labels, fused_lm_head=True)` and get per-token log-probabilities instead of
 logits. TRL multiplies by `lm_head.weight` itself, of which a rank of a split model holds a part. `fuse_head` gives the
-model a forward with the same answer, in which the head module computes (see `shardwise.trainer.log_probs`).
+model a forward with the same answer, in which the head module computes (see `shardwise.loss.scores`).
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from shardwise.errors import UnsupportedError
+from shardwise.loss.scores import HeadFormula, Scores, Scoring
 from shardwise.parameters.registry import entries_of, registry_of
 from shardwise.runtime.adapter_facts import find_model, is_adapter
 from shardwise.runtime.context import Axis
 from shardwise.runtime.reading import run_reading
-from shardwise.trainer.log_probs import HeadFormula, Scores, Scoring
 
 _OPTIONS = ("temperature", "cast_lm_head_to_fp32", "outputs")
 _FIELDS = ("loss", *Scores._fields, "label_mask", "aux_loss")
@@ -88,6 +88,11 @@ def replace_fused_head(model: nn.Module) -> None:
     options = _options_of_trl(find_model(model))
     if options:
         fuse_head(model, **{name: options[name] for name in _OPTIONS})
+
+
+def is_fused(model: nn.Module) -> bool:
+    """Returns whether TRL has added a fused head to the model."""
+    return bool(_options_of_trl(find_model(model)))
 
 
 def _options_of_trl(model: nn.Module) -> dict[str, Any]:

@@ -1,17 +1,16 @@
-"""Losses that TRL makes of token scores, on models in stages."""
+"""Losses that are made of token scores, such as TRL's, on models in stages."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from trl.trainer.utils import FusedCausalLMOutput
 
 from shardwise.parameters.registry import registry_of
 from shardwise.pipeline.runner import runner_of
 from shardwise.runtime.forward_state import generator_of
 
 
-def _leaves(output: FusedCausalLMOutput) -> tuple[Tensor | None, ...]:
+def _leaves(output: Any) -> tuple[Tensor | None, ...]:
     """Returns what has a gradient."""
     return output.log_probs, output.entropy, output.aux_loss
 
@@ -33,7 +32,7 @@ class StagedScores:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._calls: list[tuple[dict[str, Any], Tensor, FusedCausalLMOutput]] = []
+        self._calls: list[tuple[dict[str, Any], Tensor, Any]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)

@@ -1,0 +1,303 @@
+"""TRL's trainers on split models: what `adapt` overrides beside transformers' own.
+
+# [Note: what TRL touches]
+TRL's trainers multiply by `lm_head.weight`, add adapters to a model and load the reference model whole, all in their
+`__init__`. So the model and its reference are split before, with their adapters, and TRL's fused head is replaced
+after. Their metrics are gathered without the copies of rows that fill up a batch.
+"""
+
+import copy
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+import trl
+from accelerate.utils import recursively_apply
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from shardwise.api.building import load, parallelize
+from shardwise.comm.collectives import all_gather_list, all_gather_objects
+from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.lora.inject import inject
+from shardwise.mesh import Mesh
+from shardwise.parameters.registry import is_split, registry_of
+from shardwise.pipeline.scores import StagedScores
+from shardwise.plan.options import ParallelSpec
+from shardwise.topology.shape import DATA_AXES
+from shardwise.trainer.accelerator import full_tensor
+from shardwise.trainer.adapted import SplitTrainer, split_model
+from shardwise.trainer.rows import num_own_rows
+from shardwise.trainer.trl import is_fused, replace_fused_head
+
+_KINDS = (trl.SFTTrainer, trl.DPOTrainer, trl.KTOTrainer, trl.RewardTrainer, trl.GRPOTrainer)
+_REFUSED = {
+    "activation_offloading": ("it is not tried on split models", "use recompute=Recompute(...)"),
+    "cast_lm_head_to_fp32": ("it multiplies by the whole head", "load the model in float32"),
+    "log_completions": ("its table repeats completions of tp ranks", "log them in a reward function"),
+    "precompute_ref_log_probs": ("it hashes full parameters", "leave it out: the reference model is split, too"),
+    "use_transformers_continuous_batching": ("it reads full parameters", "leave it out"),
+    "use_vllm": ("it reads full parameters", "leave it out: the training ranks generate"),
+}
+
+
+def check_kind(trainer: type[Any]) -> None:
+    """Raises if it is a trainer of TRL whose touches are not known."""
+    if not issubclass(trainer, _KINDS):
+        raise UnsupportedError(
+            f"trl's {trainer.__name__} on split models",
+            why="what it does with a model is not known",
+            fix=f"use one of {', '.join(each.__name__ for each in _KINDS)}",
+        )
+
+
+class SplitTrlTrainer(SplitTrainer):
+    """Mixin before a TRL trainer, for models that Shardwise splits; see `adapt` and `SplitTrainer`.
+
+    Args:
+        peft_config: with `layout`, of an adapter that the model gets before it is split.
+        ref_model: of DPO and KTO; split, or an unsplit one that is split like the model. Default: the model's
+            directory is loaded again and split. With adapters the reference is the model without them.
+    """
+
+    def __init__(
+        self, model: Any = None, *others: Any, layout: str | None = None, auto_class: Any = None, **options: Any
+    ) -> None:
+        if layout is None and not (isinstance(model, nn.Module) and is_split(model)):
+            super().__init__(model, *others, auto_class=auto_class, **options)
+            return
+        signature = inspect.signature(super(SplitTrainer, self).__init__)
+        if any(each.kind is each.VAR_POSITIONAL for each in signature.parameters.values()):  # of a subclass
+            kind = next(each for each in type(self).__mro__ if each in _KINDS)
+            signature = inspect.signature(functools.partial(kind.__init__, self))
+        given = {**signature.bind_partial(model, *others).arguments, **options}
+        asked = {name: given.pop(name) for name in list(given) if name in ParallelSpec.__dataclass_fields__}
+        args, adapter = given.get("args"), given.pop("peft_config", None)
+        if layout is not None:
+            model = self._load(model, Mesh.open(layout), auto_class, adapter, asked, args)
+        elif adapter is not None:
+            raise ConfigError(
+                "peft_config= with a split model",
+                why="an adapter is split with its model",
+                fix="load the model with shardwise.load(..., adapter=peft_config), or give its directory and layout=",
+            )
+        mesh = registry_of(model).mesh
+        _check_arguments(args, mesh)
+        given["model"] = model
+        if isinstance(self, trl.GRPOTrainer):
+            given["args"] = _of_data_ranks(args, mesh)
+        elif isinstance(self, (trl.DPOTrainer, trl.KTOTrainer)):
+            given["ref_model"] = self._reference(given.get("ref_model"), model, asked, is_new=adapter is not None)
+        super().__init__(**given)
+        if isinstance(given.get("ref_model"), _Placeholder):
+            self.ref_model = None
+        for each in (self.model, getattr(self, "ref_model", None)):
+            if each is not None:
+                replace_fused_head(each)
+        if mesh.data_size > 1 and getattr(self, "padding_free", False):
+            self.data_collator.torch_call = functools.partial(_with_lengths, self.data_collator.torch_call)
+        if isinstance(self, trl.GRPOTrainer):  # tp ranks sample alike, data ranks differently
+            transformers.set_seed(self.args.seed + mesh.data_rank)
+            # Data ranks gather parameters together, so each runs as many forwards as the one that writes most.
+            self.model.generate = functools.partial(self.model.generate, synced_gpus=mesh.data_size > 1)
+            ranks = all_gather_objects(mesh.data_rank, mesh.group())
+            self._ranks_of_rewards = [ranks.index(each) for each in range(mesh.data_size)]
+
+    # The model and its reference
+
+    def _load(
+        self, model: Any, mesh: Mesh, auto_class: Any, adapter: Any, asked: Mapping[str, Any], args: Any
+    ) -> nn.Module:
+        """Loads or splits the model, with its adapter; files are read as TRL reads them."""
+        options = {"seed": getattr(args, "seed", 42), **(getattr(args, "model_init_kwargs", None) or {})}
+        if isinstance(model, nn.Module):
+            if adapter is not None:
+                transformers.set_seed(options["seed"])
+                model = inject(model, adapter, on_meta=False)
+        elif isinstance(self, trl.RewardTrainer):  # a head of one score, which a language model's files lack
+            auto_class = auto_class or transformers.AutoModelForSequenceClassification
+            head = {"num_labels": 1, "allow_missing": ["score.*", "classifier.*"], "allow_unused": ["lm_head.*"]}
+            options = {**head, **options}
+        if "precision" not in asked:
+            options.setdefault("dtype", "float32")
+        options["adapter"] = adapter
+        return split_model(model, mesh=mesh, auto_class=auto_class, asked=asked, args=args, options=options)
+
+    def _reference(self, given: Any, model: Any, asked: Mapping[str, Any], *, is_new: bool) -> nn.Module:
+        mesh = registry_of(model).mesh
+        if isinstance(given, nn.Module):
+            return given if is_split(given) else parallelize(given, mesh, **asked)
+        if given is None and hasattr(model, "peft_config"):
+            if not is_new and not _adds_nothing(model, mesh):
+                raise UnsupportedError(
+                    f"{type(self).__name__} on a split model whose adapter is trained",
+                    why="TRL copies the adapter as its reference, and adapters are split with their model",
+                    fix="pass ref_model=, a model with the adapter merged",
+                )
+            return _Placeholder(model.config)
+        source = given or model.config._name_or_path
+        if not source:
+            raise ConfigError("a reference model without a directory", fix="pass ref_model=, split or unsplit")
+        loaded: nn.Module = load(source, mesh, dtype=next(model.parameters()).dtype, **asked)
+        return loaded
+
+    # Rows, losses and metrics
+
+    @override
+    def _own_part(self, batch: Any, rows: tuple[int, int] | None) -> Any:
+        """Returns a batch without copies of rows, of a batch that is one run of tokens too."""
+        lengths = batch.pop("row_lengths", None) if isinstance(batch, dict) else None
+        if lengths is None or rows is None or rows[0] == len(lengths):
+            return super()._own_part(batch, rows)
+        held, kept = sum(lengths), sum(lengths[: max(rows[0], 1)])
+        cut = {}
+        for name, value in batch.items():
+            if name.startswith("cu_seq_lens"):
+                cut[name] = value[value <= kept]
+            else:
+                is_tokens = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] >= held
+                cut[name] = value[:, :kept] if is_tokens else value
+        return self._unlabeled(cut, 0) if rows[0] == 0 else cut
+
+    @override
+    def _target_count(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Returns the number of this rank's targets: tokens where there are labels of tokens, else rows."""
+        labels = inputs.get("labels")
+        if labels is None or (self._rows is not None and self._rows[0] == 0):
+            return super()._target_count(inputs)
+        return (labels[..., 1:] != -100).sum().float()
+
+    @override
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Returns the loss as this rank's share; metrics are those of one copy of each row.
+
+        Communicates: as `SplitTrainer.compute_loss`, and a gather over the data ranks for each metric.
+        """
+        compute = super().compute_loss
+        with self._without_gathered_copies():
+            return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+
+    @contextmanager
+    def _without_gathered_copies(self) -> Iterator[None]:
+        """Context manager: the accelerator gathers what is made of the rows of this batch."""
+        own: dict[str, Any] = self.accelerator.__dict__
+        if self._mesh is not None and self._mesh.data_size > 1:
+            gather = functools.partial(_gather_rows, mesh=self._mesh, rows=self._rows)
+            own["gather"] = own["gather_for_metrics"] = gather
+        try:
+            yield
+        finally:
+            own.pop("gather", None), own.pop("gather_for_metrics", None)
+
+    def _calculate_rewards(self, *args: Any) -> Tensor:
+        """Returns the rewards of all data ranks' completions, which GRPO gathers over all ranks."""
+        rewards: Tensor = super()._calculate_rewards(*args)
+        if self._mesh is None:
+            return rewards
+        return rewards.unflatten(0, (self._mesh.shape.world_size, -1))[self._ranks_of_rewards].flatten(0, 1)
+
+    # Pipelines
+
+    @override
+    def _check_pipeline(self) -> None:
+        """Raises in a pipeline, unless the loss is made of the scores of a fused head."""
+        is_of_scores = is_fused(self.model) and not isinstance(self, trl.GRPOTrainer)
+        if not is_of_scores or self.compute_loss_func is not None or self.label_smoother is not None:
+            super()._check_pipeline()
+
+    @override
+    def _step_through_stages(self, inputs: dict[str, Any], num_items: Any) -> Tensor:
+        scores = StagedScores(self.model)
+        loss: Tensor = self.compute_loss(scores, inputs, num_items_in_batch=num_items)
+        is_scaled = self.loss_is_scaled_for_ga
+        if is_scaled is None:
+            is_scaled = self.model_accepts_loss_kwargs and num_items is not None
+        loss = loss if is_scaled else loss / self.current_gradient_accumulation_steps
+        scores.backward(loss)
+        return loss.detach()
+
+
+class _Placeholder(nn.Module):
+    """What TRL is given as the reference of a model with adapters, so that it adds none."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+
+def _check_arguments(args: Any, mesh: Mesh) -> None:
+    """Raises for arguments of TRL that a split model cannot follow."""
+    refused = dict(_REFUSED)
+    if isinstance(args, trl.GRPOConfig):
+        refused["beta"] = ("it needs a reference model, which TRL loads whole", "use beta=0.0")
+    template = getattr(args, "chat_template_path", None)
+    if template is not None and not str(template).endswith((".jinja", ".j2")):
+        refused["chat_template_path"] = ("it changes the number of embeddings", "give a .jinja file")
+    for name, (why, fix) in refused.items():
+        if getattr(args, name, None):
+            raise UnsupportedError(f"{name}={getattr(args, name)!r} over {mesh.shape}", why=why, fix=fix)
+
+
+def _of_data_ranks(args: Any, mesh: Mesh) -> Any:
+    """Returns a copy of GRPO's arguments whose generation batch is that of the data ranks, not of all ranks."""
+    if args is None:
+        raise ConfigError("GRPO on a split model without args=", fix="pass args=GRPOConfig(...)")
+    args = copy.copy(args)
+    args.generation_batch_size = args.per_device_train_batch_size * mesh.data_size * args.steps_per_generation
+    if args.generation_batch_size % args.num_generations:
+        raise ConfigError(
+            f"generation batches of {args.generation_batch_size} rows in groups of {args.num_generations}",
+            why=f"{mesh.data_size} of the ranks have rows of their own",
+            fix="raise per_device_train_batch_size, or lower num_generations",
+        )
+    return args
+
+
+def _adds_nothing(model: nn.Module, mesh: Mesh) -> bool:
+    """Returns whether the model's adapters are LoRA's as they begin. Communicates: an all-gather of two flags."""
+    factors = [each for name, each in model.named_parameters() if ".lora_B." in name or ".lora_embedding_B." in name]
+    held = [each.to_local() if isinstance(each, DTensor) else each for each in factors]
+    found = all_gather_objects((bool(held), any(bool(each.any()) for each in held)), mesh.group())
+    return any(is_lora for is_lora, _ in found) and not any(is_trained for _, is_trained in found)
+
+
+def _with_lengths(collate: Any, examples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns a batch that is one run of tokens, with the number of tokens of each row."""
+    return {**collate(examples), "row_lengths": [len(each["input_ids"]) for each in examples]}
+
+
+def _gather_rows(data: Any, *, mesh: Mesh, rows: tuple[int, int] | None, **_: Any) -> Any:
+    """Returns tensors of all data ranks' rows, or numbers of the ranks that have rows.
+
+    Args:
+        rows: this rank's and all data ranks' rows; None: every rank has as many.
+
+    Communicates: one all-gather of each tensor over the data ranks.
+    """
+    group, counts = mesh.group(*DATA_AXES), None
+    assert group is not None
+    if rows is not None and rows[1] != rows[0] * mesh.data_size:
+        counts = [num_own_rows(rows[1], mesh.data_size, rank) for rank in range(mesh.data_size)]
+
+    def gather_one(value: Tensor) -> Tensor:
+        whole = full_tensor(value)
+        if counts is None:
+            return torch.cat(all_gather_list((whole if whole.ndim else whole[None]).contiguous(), group))
+        if not whole.ndim:
+            each = all_gather_list(whole[None], group)
+            return torch.cat([one for one, count in zip(each, counts, strict=True) if count])
+        own = counts[mesh.data_rank] or 1
+        of_row = whole.shape[0] // own  # entries
+        filled = whole.new_zeros(max(counts) * of_row, *whole.shape[1:])
+        filled[: own * of_row] = whole
+        parts = zip(all_gather_list(filled, group), counts, strict=True)
+        return torch.cat([part[: count * of_row] for part, count in parts])
+
+    return recursively_apply(gather_one, data, error_on_other_type=True)
