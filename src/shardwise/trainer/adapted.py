@@ -232,8 +232,9 @@ class SplitTrainer(SavesSplitModels):
                 why="copies of rows that fill it up cannot be found in it",
                 fix="use dataloader_drop_last=True, or a number of rows that divides",
             )
-        has_targets = self._is_default_loss and bool(make_up_targets(batch))
-        if self._is_pipeline and rows[1] % size and not has_targets:
+        is_default = self._is_default_loss
+        has_targets = is_default and bool(make_up_targets(batch))
+        if self._is_pipeline and rows[1] % size and is_default and not has_targets:
             raise _refuse_numbers(rows[1], size)
         if own == dealt:
             return batch

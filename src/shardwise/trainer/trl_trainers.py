@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from shardwise.api.building import load, parallelize
 from shardwise.comm.collectives import all_gather_list, all_gather_objects
+from shardwise.data.batch import drop_targets
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.lora.inject import inject
 from shardwise.mesh import Mesh
@@ -73,7 +74,7 @@ class SplitTrlTrainer(SplitTrainer):
             return
         signature = inspect.signature(super(SplitTrainer, self).__init__)
         if any(each.kind is each.VAR_POSITIONAL for each in signature.parameters.values()):  # of a subclass
-            kind = next(each for each in type(self).__mro__ if each in _KINDS)
+            kind: Any = next(each for each in type(self).__mro__ if each in _KINDS)
             signature = inspect.signature(functools.partial(kind.__init__, self))
         given = {**signature.bind_partial(model, *others).arguments, **options}
         asked = {name: given.pop(name) for name in list(given) if name in ParallelSpec.__dataclass_fields__}
@@ -149,11 +150,13 @@ class SplitTrlTrainer(SplitTrainer):
     # Rows, losses and metrics
 
     @override
-    def _own_part(self, batch: Any, rows: tuple[int, int] | None) -> Any:
+    def _own_part(self, batch: Any, rows: tuple[int, int] | None, *, keeps_rows: bool = False) -> Any:
         """Returns a batch without copies of rows, of a batch that is one run of tokens too."""
         lengths = batch.pop("row_lengths", None) if isinstance(batch, dict) else None
-        if lengths is None or rows is None or rows[0] == len(lengths):
-            return super()._own_part(batch, rows)
+        if lengths is None:
+            return super()._own_part(batch, rows, keeps_rows=keeps_rows)
+        if rows is None or rows[0] == len(lengths):
+            return batch
         held, kept = sum(lengths), sum(lengths[: max(rows[0], 1)])
         cut = {}
         for name, value in batch.items():
@@ -162,7 +165,7 @@ class SplitTrlTrainer(SplitTrainer):
             else:
                 is_tokens = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] >= held
                 cut[name] = value[:, :kept] if is_tokens else value
-        return self._unlabeled(cut, 0) if rows[0] == 0 else cut
+        return drop_targets(cut, 0) if rows[0] == 0 else cut
 
     @override
     def _target_count(self, inputs: Mapping[str, Any]) -> Tensor:
