@@ -36,10 +36,9 @@ def adapt(trainer: type[Any]) -> type[Any]:
         return trainer
     mixin: type[Any] = SplitTrainer
     if any(each.__module__.startswith("trl.") for each in trainer.__mro__):
-        from shardwise.trainer.trl_trainers import SplitTrlTrainer, check_kind
+        from shardwise.trainer.trl_trainers import mixin_for
 
-        check_kind(trainer)
-        mixin = SplitTrlTrainer
+        mixin = mixin_for(trainer)
     return type(trainer.__name__, (mixin, trainer), {"__doc__": trainer.__doc__, "__module__": __name__})
 
 

@@ -28,10 +28,12 @@ from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.lora.inject import inject
 from shardwise.mesh import Mesh
 from shardwise.parameters.registry import is_split, registry_of
+from shardwise.pipeline.runner import runner_of
 from shardwise.pipeline.scores import StagedScores
 from shardwise.plan.options import ParallelSpec
 from shardwise.topology.shape import DATA_AXES
 from shardwise.trainer.accelerator import full_tensor
+from shardwise.trainer.adapt import check_overridden
 from shardwise.trainer.adapted import SplitTrainer, split_model
 from shardwise.trainer.rows import num_own_rows
 from shardwise.trainer.trl import is_fused, replace_fused_head
@@ -47,14 +49,18 @@ _REFUSED = {
 }
 
 
-def check_kind(trainer: type[Any]) -> None:
-    """Raises if it is a trainer of TRL whose touches are not known."""
+def mixin_for(trainer: type[Any]) -> type[SplitTrainer]:
+    """Returns the mixin for a trainer of TRL. Raises if what the trainer does with a model is not known."""
+    if issubclass(trainer, trl.GRPOTrainer):
+        check_overridden(SplitGrpoTrainer, trl.GRPOTrainer)
+        return SplitGrpoTrainer
     if not issubclass(trainer, _KINDS):
         raise UnsupportedError(
             f"trl's {trainer.__name__} on split models",
             why="what it does with a model is not known",
             fix=f"use one of {', '.join(each.__name__ for each in _KINDS)}",
         )
+    return SplitTrlTrainer
 
 
 class SplitTrlTrainer(SplitTrainer):
@@ -77,9 +83,9 @@ class SplitTrlTrainer(SplitTrainer):
             kind: Any = next(each for each in type(self).__mro__ if each in _KINDS)
             signature = inspect.signature(functools.partial(kind.__init__, self))
         given = {**signature.bind_partial(model, *others).arguments, **options}
-        asked = {name: given.pop(name) for name in list(given) if name in ParallelSpec.__dataclass_fields__}
-        args, adapter = given.get("args"), given.pop("peft_config", None)
+        args, adapter, asked = given.get("args"), given.pop("peft_config", None), {}
         if layout is not None:
+            asked = {name: given.pop(name) for name in list(given) if name in ParallelSpec.__dataclass_fields__}
             model = self._load(model, Mesh.open(layout), auto_class, adapter, asked, args)
         elif adapter is not None:
             raise ConfigError(
@@ -89,12 +95,8 @@ class SplitTrlTrainer(SplitTrainer):
             )
         mesh = registry_of(model).mesh
         _check_arguments(args, mesh)
-        given["model"] = model
-        if isinstance(self, trl.GRPOTrainer):
-            given["args"] = _of_data_ranks(args, mesh)
-        elif isinstance(self, (trl.DPOTrainer, trl.KTOTrainer)):
-            given["ref_model"] = self._reference(given.get("ref_model"), model, asked, is_new=adapter is not None)
-        super().__init__(**given)
+        given |= {"model": model, **self._made_for(model, given, asked, is_new=adapter is not None)}
+        super().__init__(**given, auto_class=auto_class if layout is None else None)
         if isinstance(given.get("ref_model"), _Placeholder):
             self.ref_model = None
         for each in (self.model, getattr(self, "ref_model", None)):
@@ -102,12 +104,8 @@ class SplitTrlTrainer(SplitTrainer):
                 replace_fused_head(each)
         if mesh.data_size > 1 and getattr(self, "padding_free", False):
             self.data_collator.torch_call = functools.partial(_with_lengths, self.data_collator.torch_call)
-        if isinstance(self, trl.GRPOTrainer):  # tp ranks sample alike, data ranks differently
-            transformers.set_seed(self.args.seed + mesh.data_rank)
-            # Data ranks gather parameters together, so each runs as many forwards as the one that writes most.
-            self.model.generate = functools.partial(self.model.generate, synced_gpus=mesh.data_size > 1)
-            ranks = all_gather_objects(mesh.data_rank, mesh.group())
-            self._ranks_of_rewards = [ranks.index(each) for each in range(mesh.data_size)]
+        if self._num_microbatches is not None and (runner := runner_of(self.model)) is not None:
+            runner.num_microbatches = self._num_microbatches
 
     # The model and its reference
 
@@ -129,23 +127,26 @@ class SplitTrlTrainer(SplitTrainer):
         options["adapter"] = adapter
         return split_model(model, mesh=mesh, auto_class=auto_class, asked=asked, args=args, options=options)
 
-    def _reference(self, given: Any, model: Any, asked: Mapping[str, Any], *, is_new: bool) -> nn.Module:
-        mesh = registry_of(model).mesh
-        if isinstance(given, nn.Module):
-            return given if is_split(given) else parallelize(given, mesh, **asked)
-        if given is None and hasattr(model, "peft_config"):
+    def _made_for(
+        self, model: Any, given: Mapping[str, Any], asked: Mapping[str, Any], *, is_new: bool
+    ) -> dict[str, Any]:
+        """Returns arguments of TRL that depend on the split model: the reference, of trainers that have one."""
+        if not isinstance(self, (trl.DPOTrainer, trl.KTOTrainer)):
+            return {}
+        mesh, reference = registry_of(model).mesh, given.get("ref_model")
+        if isinstance(reference, nn.Module):
+            return {"ref_model": reference if is_split(reference) else parallelize(reference, mesh, **asked)}
+        if reference is None and hasattr(model, "peft_config"):
             if not is_new and not _adds_nothing(model, mesh):
                 raise UnsupportedError(
                     f"{type(self).__name__} on a split model whose adapter is trained",
                     why="TRL copies the adapter as its reference, and adapters are split with their model",
                     fix="pass ref_model=, a model with the adapter merged",
                 )
-            return _Placeholder(model.config)
-        source = given or model.config._name_or_path
-        if not source:
+            return {"ref_model": _Placeholder(model.config)}
+        if not (source := reference or model.config._name_or_path):
             raise ConfigError("a reference model without a directory", fix="pass ref_model=, split or unsplit")
-        loaded: nn.Module = load(source, mesh, dtype=next(model.parameters()).dtype, **asked)
-        return loaded
+        return {"ref_model": load(source, mesh, dtype=next(model.parameters()).dtype, **asked)}
 
     # Rows, losses and metrics
 
@@ -199,20 +200,12 @@ class SplitTrlTrainer(SplitTrainer):
         finally:
             own.pop("gather", None), own.pop("gather_for_metrics", None)
 
-    def _calculate_rewards(self, *args: Any) -> Tensor:
-        """Returns the rewards of all data ranks' completions, which GRPO gathers over all ranks."""
-        rewards: Tensor = super()._calculate_rewards(*args)
-        if self._mesh is None:
-            return rewards
-        return rewards.unflatten(0, (self._mesh.shape.world_size, -1))[self._ranks_of_rewards].flatten(0, 1)
-
     # Pipelines
 
     @override
     def _check_pipeline(self) -> None:
         """Raises in a pipeline, unless the loss is made of the scores of a fused head."""
-        is_of_scores = is_fused(self.model) and not isinstance(self, trl.GRPOTrainer)
-        if not is_of_scores or self.compute_loss_func is not None or self.label_smoother is not None:
+        if not is_fused(self.model) or self.compute_loss_func is not None or self.label_smoother is not None:
             super()._check_pipeline()
 
     @override
@@ -225,6 +218,47 @@ class SplitTrlTrainer(SplitTrainer):
         loss = loss if is_scaled else loss / self.current_gradient_accumulation_steps
         scores.backward(loss)
         return loss.detach()
+
+
+class SplitGrpoTrainer(SplitTrlTrainer):
+    """`SplitTrlTrainer` for GRPO, which generates on the ranks of training: tp ranks alike, data ranks differently."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if (mesh := self._mesh) is not None:
+            transformers.set_seed(self.args.seed + mesh.data_rank)
+            # Data ranks gather parameters together, so each runs as many forwards as the one that writes most.
+            self.model.generate = functools.partial(self.model.generate, synced_gpus=mesh.data_size > 1)
+            ranks = all_gather_objects(mesh.data_rank, mesh.group())
+            self._ranks_of_rewards = [ranks.index(each) for each in range(mesh.data_size)]
+
+    def _made_for(
+        self, model: Any, given: Mapping[str, Any], asked: Mapping[str, Any], *, is_new: bool
+    ) -> dict[str, Any]:
+        """Returns a copy of the arguments whose generation batch is that of the data ranks, not of all ranks."""
+        args, mesh = copy.copy(given.get("args")), registry_of(model).mesh
+        if args is None:
+            raise ConfigError("GRPO on a split model without args=", fix="pass args=GRPOConfig(...)")
+        args.generation_batch_size = args.per_device_train_batch_size * mesh.data_size * args.steps_per_generation
+        if args.generation_batch_size % args.num_generations:
+            raise ConfigError(
+                f"generation batches of {args.generation_batch_size} rows in groups of {args.num_generations}",
+                why=f"{mesh.data_size} of the ranks have rows of their own",
+                fix="raise per_device_train_batch_size, or lower num_generations",
+            )
+        return {"args": args}
+
+    @override
+    def _calculate_rewards(self, *args: Any) -> Tensor:
+        """Returns the rewards of all data ranks' completions, which GRPO gathers over all ranks."""
+        rewards: Tensor = super()._calculate_rewards(*args)
+        if self._mesh is None:
+            return rewards
+        return rewards.unflatten(0, (self._mesh.shape.world_size, -1))[self._ranks_of_rewards].flatten(0, 1)
+
+    def _check_pipeline(self) -> None:
+        """Raises in a pipeline."""
+        SplitTrainer._check_pipeline(self)
 
 
 class _Placeholder(nn.Module):
@@ -248,21 +282,6 @@ def _check_arguments(args: Any, mesh: Mesh) -> None:
             raise UnsupportedError(f"{name}={getattr(args, name)!r} over {mesh.shape}", why=why, fix=fix)
 
 
-def _of_data_ranks(args: Any, mesh: Mesh) -> Any:
-    """Returns a copy of GRPO's arguments whose generation batch is that of the data ranks, not of all ranks."""
-    if args is None:
-        raise ConfigError("GRPO on a split model without args=", fix="pass args=GRPOConfig(...)")
-    args = copy.copy(args)
-    args.generation_batch_size = args.per_device_train_batch_size * mesh.data_size * args.steps_per_generation
-    if args.generation_batch_size % args.num_generations:
-        raise ConfigError(
-            f"generation batches of {args.generation_batch_size} rows in groups of {args.num_generations}",
-            why=f"{mesh.data_size} of the ranks have rows of their own",
-            fix="raise per_device_train_batch_size, or lower num_generations",
-        )
-    return args
-
-
 def _adds_nothing(model: nn.Module, mesh: Mesh) -> bool:
     """Returns whether the model's adapters are LoRA's as they begin. Communicates: an all-gather of two flags."""
     factors = [each for name, each in model.named_parameters() if ".lora_B." in name or ".lora_embedding_B." in name]
@@ -284,23 +303,19 @@ def _gather_rows(data: Any, *, mesh: Mesh, rows: tuple[int, int] | None, **_: An
 
     Communicates: one all-gather of each tensor over the data ranks.
     """
-    group, counts = mesh.group(*DATA_AXES), None
-    assert group is not None
+    group = mesh.group(*DATA_AXES)
+    counts = [1] * mesh.data_size
     if rows is not None and rows[1] != rows[0] * mesh.data_size:
         counts = [num_own_rows(rows[1], mesh.data_size, rank) for rank in range(mesh.data_size)]
 
     def gather_one(value: Tensor) -> Tensor:
         whole = full_tensor(value)
-        if counts is None:
-            return torch.cat(all_gather_list((whole if whole.ndim else whole[None]).contiguous(), group))
-        if not whole.ndim:
-            each = all_gather_list(whole[None], group)
-            return torch.cat([one for one, count in zip(each, counts, strict=True) if count])
-        own = counts[mesh.data_rank] or 1
-        of_row = whole.shape[0] // own  # entries
-        filled = whole.new_zeros(max(counts) * of_row, *whole.shape[1:])
-        filled[: own * of_row] = whole
-        parts = zip(all_gather_list(filled, group), counts, strict=True)
-        return torch.cat([part[: count * of_row] for part, count in parts])
+        sizes = counts if whole.ndim else [min(count, 1) for count in counts]
+        whole = whole if whole.ndim else whole[None]
+        of_row = whole.shape[0] // (sizes[mesh.data_rank] or 1)  # entries
+        filled = whole.new_zeros(max(sizes) * of_row, *whole.shape[1:])
+        filled[: whole.shape[0]] = whole
+        parts = filled[None] if group is None else all_gather_list(filled, group)
+        return torch.cat([part[: size * of_row] for part, size in zip(parts, sizes, strict=True)])
 
     return recursively_apply(gather_one, data, error_on_other_type=True)
