@@ -95,7 +95,7 @@ def unsplit_generation():
         return transformers.Seq2SeqTrainer(build("t5"), given).predict(Rows("t5", 11)).predictions
 
 
-@pytest.mark.parametrize("layout", ["tp2", "fsdp2", "fsdp2.tp2"])
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2", "fsdp2.tp2", "pp2"])
 def test_generated_tokens_are_those_of_one_process(on_ranks, tmp_path, layout):
     loss, *_ = unsplit_evaluation("t5", 11)
     for tokens, *losses in on_ranks(generate, directory=str(tmp_path)):

@@ -246,8 +246,8 @@ class PipelinedEncoder:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         model, own = self._stages.model, inspect.signature(self.forward).parameters  # type: ignore[attr-defined]
         given = {**dict(zip(own, args, strict=False)), **kwargs}
-        taken = inspect.signature(model.forward).parameters
-        given = {name: value for name, value in given.items() if name in taken and name != "return_dict"}
+        taken = inspect.signature(model.forward).parameters.keys() - {"return_dict", *target_names(model)}
+        given = {name: value for name, value in given.items() if name in taken}
         inputs: Tensor = next(value for value in given.values() if isinstance(value, Tensor))
         start = getattr(model.config, "decoder_start_token_id", None) or 0
         first = torch.full((inputs.shape[0], 1), start, device=inputs.device)
