@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import zip_longest
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers
@@ -12,6 +13,7 @@ import transformers
 import shardwise
 from shardwise.comm.collectives import all_gather_objects
 from shardwise.testing.spawn import spawn
+from shardwise.trainer import Trainer
 from tests.trainer.modules import Rows, arguments, build, split_trainer
 
 pytestmark = pytest.mark.spawn
@@ -151,3 +153,26 @@ def test_the_model_alone(on_ranks, tmp_path, layout):
         loaded = build("llama").from_pretrained(tmp_path / place).state_dict()
         assert all(torch.equal(loaded[name], value) for name, value in state.items())
         assert not (tmp_path / place / "optimizer.pt").exists()
+
+
+def adapt_alone(mesh, directory):
+    """LoRA whose adapters alone are saved: the best one is loaded, and a run goes on from the last one."""
+    adapter = peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.0)
+    options = {**RUN, "save_only_model": True, "learning_rate": 0.5}
+    states = []
+    for resumed in (None, f"{directory}/checkpoint-12"):
+        model = shardwise.load(f"{directory}/base", mesh, adapter=adapter, seed=len(states))
+        given = arguments(directory, mesh.data_size, **options)
+        beside = {"train_dataset": Rows("llama", 14), "eval_dataset": Rows("llama", 11)}
+        trainer = Trainer(model, given, **beside)
+        trainer.train(resume_from_checkpoint=resumed)
+        states.append(trainer.evaluate()["eval_loss"])
+    return states, trainer.state.best_metric
+
+
+@pytest.mark.parametrize("layout", ["fsdp2"])
+def test_adapters_alone_are_the_best_model_and_resume(on_ranks, tmp_path, layout):
+    build("llama").save_pretrained(tmp_path / "base")
+    for (first, second), best in on_ranks(adapt_alone, directory=str(tmp_path)):
+        assert first == pytest.approx(best, abs=1e-6)
+        assert second == pytest.approx(best, abs=1e-6), "the best one again, from a run that had nothing left to do"
