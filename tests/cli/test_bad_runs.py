@@ -202,7 +202,7 @@ CASES = {
         ["model.path: a model of type 'clip'", "knows no task of a CLIPModel", "shardwise.TrainStep"],
     ),
     "model: vit without a class": (part(write_as, "vit", architectures=None), [], ["no class is known for a model of"]),
-    "model: a classifier": (with_head, [], ["data: no file below corpus matches **/*.jsonl", "it holds .txt"]),
+    "model: a classifier": (with_head, [], ["the tokenizer has no padding token", "fix: set one and save it"]),
     "data: nothing but an empty file": (
         lambda: Path("corpus/a.txt").write_text(""),
         [],

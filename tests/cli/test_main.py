@@ -198,5 +198,5 @@ def test_what_cannot_be_drawn_is_an_error(tmp_path, name, layout):
 
 
 def test_a_drawing_that_cannot_be_written_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be written\n  why: No such file"):
+    with pytest.raises(ConfigError, match=r"cannot be written\n  at: .*\n  why: No such file"):
         _draw_step(tmp_path / "nowhere/steps.svg", MeshShape(pp_size=2), ParallelSpec(), 4)
