@@ -89,7 +89,7 @@ pure: $(READY)
 # Ranks that wait for each other leave cores idle: three tests at a time on two cores. Those that share ranks or a module's fixture stay
 # together (tests/conftest.py); the largest groups begin.
 test: check
-	$(PY) -m pytest -q -m 'not pure' --numprocesses 3 --dist loadgroup
+	$(PY) -m pytest -q -m 'not pure' --numprocesses 4 --dist loadgroup
 
 newest: .venv-newest/.stamp
 	.venv-newest/bin/python -m pytest -q --numprocesses 3 --dist loadgroup
@@ -120,7 +120,7 @@ coverage: $(READY)
 		tests/parallel/test_pipeline_state.py tests/optim/test_unused.py tests/compat/test_nxd_adapters.py \
 		tests/parallel/test_shapes.py tests/parallel/test_materialize.py tests/data/test_packed_rows.py tests/proof/test_draws.py \
 		tests/search/test_generalize.py tests/search/test_fuse_reductions.py tests/parallel/test_regions.py \
-		tests/compat/test_nxd_stages.py tests/compat/test_nemo_automodel.py tests/schedule/test_torch.py tests/guards/test_recipes.py
+		tests/compat/test_nxd_stages.py tests/compat/test_nemo_automodel.py tests/schedule/test_torch.py tests/guards/test_recipes.py tests/trainer
 	for layout in tp2 tp4 fsdp2.tp2; do $(PY) bench/architectures.py --layout $$layout --tasks $(TASKS); done
 	for layout in pp2 pp2.tp2 pp2.fsdp2; do $(PY) bench/architectures.py --layout $$layout; done
 	$(PY) bench/architectures.py --layout pp2 --tasks sequence_classification

@@ -17,6 +17,7 @@ from shardwise.trainer import Trainer, adapt
 from shardwise.trainer.adapt import check_overridden
 from shardwise.trainer.adapted import SplitTrainer
 from shardwise.trainer.rows import num_own_rows, own_part
+from tests.families import FULL_PRODUCT
 from tests.trainer.modules import Rows, arguments, build, curve, split_trainer
 
 pytestmark = pytest.mark.spawn
@@ -88,7 +89,7 @@ def unsplit(option):
 @pytest.mark.parametrize(
     ("layout", "option"),
     [
-        *(("fsdp2", option) for option in OPTIONS),
+        *(("fsdp2", option) for option in OPTIONS if FULL_PRODUCT or option != "workers"),  # half a minute of processes
         *(("tp2", option) for option in ("label_smoothing", "subclass", "no_clipping", "checkpointing", "streamed")),
         *(("pp2", option) for option in ("no_clipping", "checkpointing", "sgd", "streamed")),
     ],
