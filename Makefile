@@ -89,7 +89,7 @@ pure: $(READY)
 # Ranks that wait for each other leave cores idle: three tests at a time on two cores. Those that share ranks or a module's fixture stay
 # together (tests/conftest.py); the largest groups begin.
 test: check
-	$(PY) -m pytest -q -m 'not pure' --numprocesses 4 --dist loadgroup
+	$(PY) -m pytest -q -m 'not pure' --numprocesses 3 --dist loadgroup
 
 newest: .venv-newest/.stamp
 	.venv-newest/bin/python -m pytest -q --numprocesses 3 --dist loadgroup
