@@ -46,7 +46,6 @@ class LoadTarget:
     Attributes:
         strict: whether differing names are an error.
         fills_model: False if the model's tensors are already loaded.
-        restores_random: whether random states continue where they were saved.
     """
 
     model: nn.Module | None = None
@@ -54,7 +53,6 @@ class LoadTarget:
     scheduler: Any = None
     strict: bool = True
     fills_model: bool = True
-    restores_random: bool = True
 
 
 def check_same_target(target: LoadTarget, mesh: Mesh, *, verifies: bool = True) -> None:
@@ -200,7 +198,7 @@ class LoadPlan:
         if model is not None and registry is not None:
             for each in (model, registry.model() or model):
                 each.zero_grad()  # gradients so far are of the weights before
-        if self._target.restores_random and registry is not None and self._random:
+        if registry is not None and self._random:
             restore_random(registry.mesh, stored.index.values.get("random", {}), self._random)
 
 

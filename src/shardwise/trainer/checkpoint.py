@@ -15,16 +15,8 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from typing_extensions import override
 
-from shardwise.api.checkpoints import (
-    export_pretrained,
-    load_checkpoint,
-    read_pretrained,
-    restore,
-    save_request,
-    save_with,
-)
+from shardwise.api.checkpoints import export_pretrained, load_checkpoint, read_pretrained, save_request, save_with
 from shardwise.checkpoint.collect import restore_random
-from shardwise.checkpoint.load import LoadTarget, open_on_all_ranks
 from shardwise.checkpoint.manifest import MANIFEST
 from shardwise.checkpoint.stored import open_checkpoint
 from shardwise.checkpoint.trainer_files import is_trainer
@@ -141,9 +133,7 @@ class SavesSplitModels(_Trainer):
         if is_trainer(place):  # of transformers' own, or the model alone
             read_pretrained(self.model, place)
             return
-        # The Trainer continues random states later, when it has read up to its place in the data.
-        target = LoadTarget(model=self.model, restores_random=False)
-        restore(open_on_all_ranks(place.parent, place.name, self._mesh), target)
+        load_checkpoint(place.parent, place.name, model=self.model)
 
     @override
     def _load_best_model(self) -> None:
