@@ -20,7 +20,7 @@ import torch
 from transformers import conversion_mapping
 
 import shardwise
-from shardwise.api.describing import fake_mesh
+from shardwise.api.rehearsal import fake_mesh
 from shardwise.parameters.canonical import canonical_tensors
 from shardwise.parameters.registry import find_parameters
 from shardwise.proof.parity import OPTIMIZER

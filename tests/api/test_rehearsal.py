@@ -14,8 +14,9 @@ from peft import LoraConfig
 
 import shardwise
 from shardwise import FsdpPolicy, Precision, Recompute
-from shardwise.api import describing
-from shardwise.api.describing import Rehearsal, describe
+from shardwise.api import rehearsal
+from shardwise.api.describing import describe
+from shardwise.api.rehearsal import Rehearsal
 from shardwise.comm.count import CommunicationCount
 from shardwise.errors import MeshError
 from shardwise.loss import cross_entropy
@@ -241,11 +242,11 @@ def test_layers_that_repeat_are_counted_and_not_run(monkeypatch, family, lengths
     config = tiny_model(family).config
     config = type(config)(**{**config.to_dict(), "layer_types": None, "num_hidden_layers": 9})
     spec = ParallelSpec(sequence_parallel=family != "deepseek_v3")
-    ran, real = [], describing._run_step
+    ran, real = [], rehearsal._run_step
     count = lambda model, batch: ran.append(model.config.num_hidden_layers) or real(model, batch)  # noqa: E731
-    monkeypatch.setattr(describing, "_run_step", count)
+    monkeypatch.setattr(rehearsal, "_run_step", count)
     short = str(describe(config, "fsdp2.tp2", **vars(spec)))
-    monkeypatch.setattr(describing, "repeating_lengths", lambda kinds: None)
+    monkeypatch.setattr(rehearsal, "repeating_lengths", lambda kinds: None)
     assert short == str(describe(config, "fsdp2.tp2", **vars(spec)))
     assert ran == [*lengths, 9] and "over tp, a microbatch of 1 x 16 tokens: " in short
 
@@ -253,11 +254,11 @@ def test_layers_that_repeat_are_counted_and_not_run(monkeypatch, family, lengths
 @pytest.mark.single
 def test_of_stages_that_are_alike_one_runs(monkeypatch):
     config = tiny_model("llama", num_hidden_layers=6).config
-    ran, real = [], describing._run_stage
-    monkeypatch.setattr(describing, "_run_stage", lambda *given: ran.append(given[2]) or real(*given))
+    ran, real = [], rehearsal._run_stage
+    monkeypatch.setattr(rehearsal, "_run_stage", lambda *given: ran.append(given[2]) or real(*given))
     short = str(describe(config, "pp6.tp2", batch=(2, 16)))
     assert ran == [0, 1, 5]
-    monkeypatch.setattr(describing, "layer_kinds", lambda config: [])
+    monkeypatch.setattr(rehearsal, "layer_kinds", lambda config: [])
     assert short == str(describe(config, "pp6.tp2", batch=(2, 16)))
     assert ran[3:] == list(range(6))
 
@@ -318,9 +319,9 @@ def encode_an_image(make_model, batch):
 @pytest.mark.spawn
 @pytest.mark.parametrize("family", WITH_IMAGES)
 def test_plan_counts_what_an_image_adds(monkeypatch, found, family):
-    counted, real = [], describing._encode
-    monkeypatch.setattr(describing, "_encode", lambda *given: counted.append(real(*given)) or counted[0])
-    monkeypatch.setattr(describing, "_FEW_PATCHES", (1, 4, 4))
+    counted, real = [], rehearsal._encode
+    monkeypatch.setattr(rehearsal, "_encode", lambda *given: counted.append(real(*given)) or counted[0])
+    monkeypatch.setattr(rehearsal, "_FEW_PATCHES", (1, 4, 4))
     model = WITH_IMAGES[family][0]()
     text = str(describe(model.config, "fsdp2.tp2", auto_class=type(model), batch=(ROWS, LENGTH)))
     assert counted == [found[0][2][1][family]] and counted[0].bytes["all_gather"] > 0

@@ -11,7 +11,7 @@ import pytest
 import transformers
 import yaml
 
-from shardwise.api.describing import Rehearsal
+from shardwise.api.rehearsal import Rehearsal
 from shardwise.cli import models
 from shardwise.cli.data import read_tokenizer
 from shardwise.cli.inputs import check_place

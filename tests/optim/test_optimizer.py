@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import shardwise
-from shardwise.api.describing import fake_mesh
+from shardwise.api.rehearsal import fake_mesh
 from shardwise.compat.layers.by_hand import adopt_model
 from shardwise.compat.neuronx_distributed.optimizer import build_sharded
 from shardwise.errors import ConfigError, UnsupportedError

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.api.describing import fake_mesh
+from shardwise.api.rehearsal import fake_mesh
 from shardwise.errors import ShardwiseError
 from shardwise.parameters.registry import is_split
 from shardwise.topology.shape import MeshShape

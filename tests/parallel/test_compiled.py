@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.api.describing import fake_mesh
+from shardwise.api.rehearsal import fake_mesh
 from shardwise.comm import collectives
 from shardwise.comm.collectives import reduce_scatter_single
 from shardwise.errors import ConfigError, UnsupportedError

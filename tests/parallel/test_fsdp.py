@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import shardwise
 from bench.sweep.known import default_config
-from shardwise.api.describing import fake_mesh
+from shardwise.api.rehearsal import fake_mesh
 from shardwise.data.batch import count_targets
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.parallel.facts import read_facts

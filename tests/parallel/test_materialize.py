@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM, TrOCRConfig, TrOCRForCausalLM
 
 import shardwise
 from bench.sweep.known import default_config, model_class
-from shardwise.api.describing import fake_mesh
+from shardwise.api.rehearsal import fake_mesh
 from shardwise.errors import UnsupportedError
 from shardwise.parameters.canonical import local_tensor
 from shardwise.parameters.registry import registry_of

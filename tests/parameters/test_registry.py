@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardwise
-from shardwise.api.describing import fake_mesh
+from shardwise.api.rehearsal import fake_mesh
 from shardwise.comm.simulated import run_ranks
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.parallel.apply import apply_plan

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardwise
-from shardwise.api.describing import fake_mesh
+from shardwise.api.rehearsal import fake_mesh
 from shardwise.runtime import fsdp_internals
 from shardwise.runtime.fsdp_internals import UnusedParameters, carry_over_changes, gathered_parameters, units_of
 from shardwise.topology.shape import MeshShape

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
-from shardwise.api.describing import fake_mesh
+from shardwise.api.rehearsal import fake_mesh
 from shardwise.optim.gradients import gradients_of
 from shardwise.topology.shape import MeshShape
 from tests.families import tiny_batch, tiny_model

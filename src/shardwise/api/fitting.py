@@ -16,7 +16,7 @@ from shardwise.plan.options import Recompute
 from shardwise.topology.shape import SIZE_NAMES
 
 if TYPE_CHECKING:
-    from shardwise.api.describing import Forecast, Rehearsal
+    from shardwise.api.rehearsal import Forecast, Rehearsal
 
 
 def describe_fit(card: Card, found: Forecast) -> str:

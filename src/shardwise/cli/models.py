@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from shardwise.api.building import load_by_spec
-from shardwise.api.describing import Rehearsal
 from shardwise.api.fitting import find_remedies
+from shardwise.api.rehearsal import Rehearsal
 from shardwise.checkpoint.export import export_bytes
 from shardwise.checkpoint.stored import StoredParts
 from shardwise.cli.config_file import Problems, config_error
