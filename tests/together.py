@@ -29,7 +29,8 @@ class Groups(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
         self._groups: dict[str, str] = {}
 
     def add_node_collection(self, node: Any, collection: Sequence[str]) -> None:
-        self._groups |= json.loads(_path(node.workerinput).read_text(encoding="utf-8"))
+        if (path := _path(node.workerinput)).exists():  # else collecting has failed, which is reported later
+            self._groups |= json.loads(path.read_text(encoding="utf-8"))
         super().add_node_collection(node, collection)
 
     def _split_scope(self, nodeid: str) -> str:

@@ -18,7 +18,7 @@ from shardwise.api import rehearsal
 from shardwise.api.describing import describe
 from shardwise.api.rehearsal import Rehearsal
 from shardwise.comm.count import CommunicationCount
-from shardwise.errors import MeshError
+from shardwise.errors import MeshError, UnsupportedError
 from shardwise.loss import cross_entropy
 from shardwise.loss.logits import dropped_output
 from shardwise.optim.gradients import gradients_of
@@ -327,3 +327,14 @@ def test_plan_counts_what_an_image_adds(monkeypatch, found, family):
     assert counted == [found[0][2][1][family]] and counted[0].bytes["all_gather"] > 0
     assert f", besides: {counted[0]}\n" in text and "over tp, for each image, pixel_values of " in text
     assert "peak during a step: " in text
+
+
+@pytest.mark.single
+def test_a_tower_without_known_inputs_does_not_end_the_plan(monkeypatch):
+    def nothing(*_, **__):
+        raise UnsupportedError("no batch for a tower", why="it is odd")
+
+    monkeypatch.setattr(rehearsal, "make_patches", nothing)
+    model = WITH_IMAGES["llava"][0]()
+    text = str(describe(model.config, "tp2", auto_class=type(model)))
+    assert "over tp, for each image, pixel_values, besides: cannot be counted: it is odd" in text

@@ -166,10 +166,41 @@ def refuse(place):
             shardwise.load_checkpoint(directory, optimizer=build(torch.optim.AdamW))
 
 
+def load_parts(place):
+    """Only the schedule, with an optimizer of one group; with frozen parts on another stage; without a schedule."""
+    directory = place / "llama" / "checkpoint-3"
+    with shardwise.Mesh.open("pp2") as mesh:
+        model = shardwise.load(directory, mesh)
+        optimizer = shardwise.build_optimizer(model, torch.optim.AdamW, **OPTIONS)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, falling)
+        shardwise.load_checkpoint(directory, scheduler=scheduler)
+        assert scheduler.last_epoch == 3
+        model = shardwise.load(directory, mesh)
+        for name, value in model.named_parameters():
+            value.requires_grad_("layers.0." in name)  # of the first stage alone
+        optimizer = shardwise.build_optimizer(model, torch.optim.AdamW, **OPTIONS)
+        with pytest.raises(LoadError, match="is of 20 parameters, and the model trains 9"):
+            shardwise.load_checkpoint(directory, optimizer=optimizer)
+        alone = place / "alone"
+        if mesh.rank == 0:
+            shutil.copytree(directory, alone)
+            (alone / "scheduler.pt").unlink()
+        dist.barrier()
+        with pytest.raises(LoadError, match="scheduler.pt cannot be read"):
+            shardwise.load_checkpoint(alone, scheduler=scheduler)
+        ours = place / "ours"
+        shardwise.save_checkpoint(ours, model=model, step=1, extra={"mine": 7})
+        if mesh.rank == 0:
+            shutil.copy(directory / "trainer_state.json", ours)
+        dist.barrier()
+        assert shardwise.load_checkpoint(ours, model=model) == {"mine": 7, "step": 1}
+
+
 def on_two_ranks(place):
     with shardwise.Mesh.open("tp2"):
         save_as_accelerate(place)
     refuse(place)
+    load_parts(place)
     found = {}
     for kind in KINDS:
         if kind == "FULL_STATE_DICT":  # accelerate saves pickled weights there, and Trainer these

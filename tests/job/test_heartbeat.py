@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -278,3 +279,16 @@ def work_for_long():
 
 def test_long_work_of_a_rank_is_waited_for():
     assert spawn(work_for_long, 2) == [0, 1]
+
+
+def wait_for_the_store():
+    """Rank 0, which keeps the store, stops as soon as the other waits for it."""
+    processes.BEAT_SECONDS, processes.ANSWER_SECONDS = 0.2, 1.0
+    start = time.monotonic()
+    with suppress(RankError, RuntimeError), shardwise.Mesh.open("fsdp2", timeout_seconds=SECONDS) as mesh:
+        run_on_local_rank_0(lambda: be_stopped(4 * SECONDS), local_rank=mesh.rank)
+    return time.monotonic() - start
+
+
+def test_the_rank_that_keeps_the_store_is_not_waited_for_until_it_goes_on():
+    assert spawn(wait_for_the_store, 2)[1] < 3.5 * SECONDS

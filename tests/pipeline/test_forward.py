@@ -112,7 +112,9 @@ def write(mesh, family, name):
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     found = []
-    for options in ({"do_sample": False}, {"do_sample": True, "top_k": 8}, {"num_beams": 2}):
+    several = [{"do_sample": False}, {"do_sample": True, "top_k": 8}, {"num_beams": 2}]
+    several += [{"cache_implementation": "static"}] if family == "gpt2" else []
+    for options in several:
         both = []
         for each in (whole, model):
             torch.manual_seed(3)

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 import shardwise
 from shardwise.plan.options import FsdpPolicy
+from shardwise.ranks.spawn import spawn
 from tests.families import CACHE, tiny_batch, tiny_model
 from tests.oracle import Oracle, differing, differing_gradients
 
@@ -402,3 +403,21 @@ def test_a_call_that_fails_on_one_stage_ends_on_all(on_ranks, layout):
     for failed, again in on_ranks(break_down):
         assert failed != "nothing"
         assert again == "this pipeline has failed before"
+
+
+def clip_the_first_stage():
+    """A list of parameters of which the second stage has none, in a process with one model."""
+    with shardwise.Mesh.open("pp2") as mesh:
+        whole, model = both(mesh)
+        freeze((whole, model), lambda name: ".layers.0." not in name)
+        batch = tiny_batch(whole, rows=4)
+        norms = []
+        for each, clip in ((whole, torch.nn.utils.clip_grad_norm_), (model, shardwise.clip_grad_norm_)):
+            each(**batch).loss.backward()
+            norms.append(float(clip([value for value in each.parameters() if value.requires_grad], 1.0)))
+        return norms
+
+
+def test_a_stage_without_any_of_the_parameters_takes_part_in_their_norm():
+    for expected, found in spawn(clip_the_first_stage, 2):
+        assert found == pytest.approx(expected, rel=1e-5)

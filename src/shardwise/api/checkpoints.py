@@ -3,7 +3,7 @@
 import copy
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from shardwise.checkpoint.stored import StoredParts
 from shardwise.checkpoint.trainer_files import open_trainer
 from shardwise.checkpoint.writer import SaveRequest, prepare_save
 from shardwise.comm.agree import check_calls, raise_on_all_ranks
+from shardwise.comm.collectives import all_gather_objects
 from shardwise.errors import ConfigError, did_you_mean
 from shardwise.lora.files import (
     Merger,
@@ -222,11 +223,15 @@ def load_checkpoint(
     finish_all_saves() if mesh is None else join_saves(mesh)
     if mesh is not None:
         check_same_target(target, mesh, verifies=verify)
-    opener = functools.partial(_open_trainer, target=target)
+    frozen = set[str]()
+    if target.model is not None and target.optimizer is not None and mesh is not None:  # of all stages
+        own = [name for name, value, _ in find_parameters(find_model(target.model)) if not value.requires_grad]
+        frozen = {name for names in all_gather_objects(own, mesh.group("pp")) for name in names}
+    opener = functools.partial(_open_trainer, target=target, frozen=frozen)
     return restore(open_on_all_ranks(path, tag, mesh, verifies=verify, open_trainer=opener), target)
 
 
-def _open_trainer(directory: Path, *, target: LoadTarget) -> StoredParts:
+def _open_trainer(directory: Path, *, target: LoadTarget, frozen: Collection[str]) -> StoredParts:
     """Opens a checkpoint of transformers' Trainer; see `open_trainer`."""
     if target.model is None:
         return open_trainer(directory, None, None, target.scheduler)
@@ -239,7 +244,6 @@ def _open_trainer(directory: Path, *, target: LoadTarget) -> StoredParts:
         )
     split = find_model(target.model)
     unsplit = inject_alike(split, _unsplit_like(split))
-    frozen = {name for name, value, _ in find_parameters(split) if not value.requires_grad}
     for name, value in unsplit.named_parameters():
         value.requires_grad_(value.requires_grad and name not in frozen)
     return open_trainer(directory, unsplit, optimizers[""], target.scheduler)

@@ -185,17 +185,16 @@ class Rehearsal:
 
     def count_media(self) -> Iterator[str]:
         """Yields what encoding an image, or a sound, beside tokens communicates over tp in forward and backward."""
-        over_tp, generator = (
-            replace(self, shape=MeshShape(tp_size=self.shape.tp_size)),
-            torch.Generator().manual_seed(0),
-        )
+        over_tp = replace(self, shape=MeshShape(tp_size=self.shape.tp_size))
+        generator = torch.Generator().manual_seed(0)
         with over_tp.open() as model, FakeTensorCorrections(makes_integers=True):
             for name in MEDIA.keys() & missing_media(model, make_batch(model, seed=0)):
-                given = make_patches(model, [_FEW_PATCHES], generator=generator, beside_tokens=True)
-                if name not in given:
-                    given = {name: make_signal(model, name, (1, 16), generator=generator)}
-                what = f"{MEDIA[name][0]}, {name} of {' x '.join(f'{size:,}' for size in given[name].shape)}"
+                what = f"{MEDIA[name][0]}, {name}"
                 try:
+                    given = make_patches(model, [_FEW_PATCHES], generator=generator, beside_tokens=True)
+                    if name not in given:
+                        given = {name: make_signal(model, name, (1, 16), generator=generator)}
+                    what += f" of {' x '.join(f'{size:,}' for size in given[name].shape)}"
                     with reraise_as(partial(_depends_on_values, model)):
                         counted = str(_encode(model, getattr(model, MEDIA[name][1]), given))
                 except UnsupportedError as error:

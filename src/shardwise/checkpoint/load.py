@@ -335,10 +335,11 @@ def _for_groups(
     name = next((name for name, each in loaded if each.param_groups is optimizer.param_groups), "")
     saved = stored.index.optimizers.get(name)
     if saved is None or not shards:  # rank 0's lists are of the groups of its stage
-        has_stages = MeshShape.parse(stored.manifest.layout).pp_size > 1
-        return state_for_groups(state, optimizer.param_groups, keeps_last=True) if has_stages else state
-    groups = named_groups(optimizer, shards)
-    return state_for_groups(state, [{**group, **saved_options(stored, saved, members)} for group, members in groups])
+        groups, rates = optimizer.param_groups, state.get("_last_lr") if isinstance(state, Mapping) else None
+        is_of_others = MeshShape.parse(stored.manifest.layout).pp_size > 1 or (rates and len(rates) != len(groups))
+        return state_for_groups(state, groups, keeps_last=True) if is_of_others else state
+    pairs = named_groups(optimizer, shards)
+    return state_for_groups(state, [{**group, **saved_options(stored, saved, members)} for group, members in pairs])
 
 
 _HOW = ("foreach", "fused", "capturable", "differentiable")  # how an optimizer computes, not what: those stay

@@ -16,19 +16,21 @@ from torch import Tensor, nn
 from shardwise.checkpoint.collect import model_key, state_key
 from shardwise.checkpoint.manifest import MANIFEST, Index, Manifest, StoredTensor
 from shardwise.checkpoint.stored import StoredParts, encode_tree
-from shardwise.errors import LoadError, counted
+from shardwise.errors import LoadError, as_error, counted
 from shardwise.sharding.boxes import full_box, slices
 from shardwise.sharding.layout import Copy, Layout, Piece
 from shardwise.weights.foreign import Chunk, ChunkedIndex, ChunkedTensor, open_dcp
 
 _STATE = "trainer_state.json"
 _STATES = "optimizer.state."  # as DCP's keys begin
+_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 _PEFT = "base_model.model."  # before the names of what is inside of PEFT's model
 
 
 def is_trainer(directory: Path) -> bool:
-    """Returns whether a directory is a checkpoint of Trainer, without ours in it."""
-    return (directory / _STATE).is_file() and not (directory / MANIFEST).exists()
+    """Returns whether a directory is a checkpoint of Trainer, without ours in it or below."""
+    is_ours = (directory / MANIFEST).exists() or any(directory.glob(f"*/{MANIFEST}"))
+    return (directory / _STATE).is_file() and not is_ours
 
 
 def trained_names(model: nn.Module) -> list[str]:
@@ -54,8 +56,10 @@ def read_optimizer(directory: Path, model: nn.Module) -> ChunkedIndex:
         names = [name for group in found["param_groups"] for name in group["params"]]
     except Exception as error:  # torch's reader fails in many ways
         raise LoadError(f"{path.name} cannot be read", at=str(path), why=str(error)[:300]) from error
-    if not isinstance(names[0], str):
+    if not all(isinstance(name, str) for name in names):
         numbers, names = names, trained_names(model)
+        if len(found["param_groups"]) == 1:  # an optimizer that Trainer was given
+            names = [name for name, value in model.named_parameters() if value.requires_grad]
         if len(names) != len(numbers):
             raise LoadError(
                 f"{path.name} is of {counted(len(numbers), 'parameter')}, and the model trains {len(names)}",
@@ -96,11 +100,13 @@ def open_trainer(
     Args:
         model: the unsplit model; see `read_optimizer`. None opens no optimizer.
     """
-    known = json.loads((directory / _STATE).read_text())
-    values: dict[str, Any] = {"extra": {"step": known["global_step"], "epoch": known["epoch"]}}
+    with as_error(LoadError, f"{_STATE} cannot be read", OSError, ValueError, KeyError, at=str(directory)):
+        known = json.loads((directory / _STATE).read_text())
+        values: dict[str, Any] = {"extra": {"step": known["global_step"], "epoch": known["epoch"]}}
     options: dict[str, Any] = {}
     if scheduler is not None:
-        state = torch.load(directory / "scheduler.pt", map_location="cpu", weights_only=True)
+        with as_error(LoadError, "scheduler.pt cannot be read", at=str(directory), fix="load without scheduler="):
+            state = torch.load(directory / "scheduler.pt", map_location="cpu", weights_only=True)
         values["scheduler"] = encode_tree(state, "scheduler", {})
         values["scheduler_class"] = (
             "LambdaLR" if "lr_lambdas" in state else "ReduceLROnPlateau" if "patience" in state else None
@@ -134,7 +140,7 @@ def open_trainer(
             what = f"{state} of {name} has shape {entry.shape}, the parameter {shapes.get(name)}"
             raise LoadError(what, at=str(directory), fix="build the model and the optimizer that were saved")
     kind, is_adam = type(optimizer), any(key.endswith("/exp_avg_sq") for key in tensors)
-    if is_adam != ("betas" in optimizer.defaults):
+    if (is_adam and "betas" not in optimizer.defaults) or (not is_adam and isinstance(optimizer, _ADAMS)):
         raise LoadError(f"Trainer's optimizer was no {kind.__name__}", at=str(directory))
     optimizers[""] = {"class": f"{kind.__module__}.{kind.__qualname__}", "groups": [options], "parameters": parameters}
     return parts

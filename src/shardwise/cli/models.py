@@ -209,7 +209,8 @@ def make_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.opt
         del arguments["weight_decay"]
     for key in {key for group in config.groups for key in group} - {"params", "max_dims"} - accepted.keys():
         raise ConfigError(f"optimizer.groups: {config.name} has no argument {key!r}{did_you_mean(key, accepted)}")
-    if inspect.signature(optimizer_class.step).parameters["closure"].default is inspect.Parameter.empty:
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(f"{config.name} computes the loss several times a step, which a run does once")
     what, fix = f"{config.name} cannot be built with these options", "correct optimizer.options and optimizer.groups"
     with as_error(ConfigError, what, TypeError, ValueError, fix=fix):

@@ -368,19 +368,19 @@ def run_collective(group: dist.ProcessGroup, collective: Callable[[], object]) -
         return
     seconds = heartbeat.timeout_seconds
     period = max(BEAT_SECONDS, seconds / 10)
-    heard: dict[int, tuple[int, float]] = {}  # by rank: its count, and when that changed
     looked_at = time.monotonic()
+    heard = dict.fromkeys(range(heartbeat.address.world_size), (-1, looked_at))  # a rank's count, and when it changed
 
     def check_alive() -> bool:
         nonlocal looked_at
+        now = time.monotonic()
+        if now - looked_at > QUIET_BEATS * period:  # this process was stopped, and maybe the others too
+            heard.update({rank: (count, now) for rank, (count, _) in heard.items()})
         with suppress(dist.DistError):
-            beats, now = heartbeat.read(), time.monotonic()
-            if now - looked_at > QUIET_BEATS * period:  # this process was stopped, and maybe the others too
-                heard.clear()
-            looked_at = now
-            for rank, beat in enumerate(beats or ()):
-                if beat.ended == "left" or beat.count != heard.get(rank, (-1, now))[0]:
-                    heard[rank] = beat.count, now
+            for rank, beat in enumerate(heartbeat.read() or ()):
+                if beat.ended == "left" or beat.count != heard[rank][0]:
+                    heard[rank] = beat.count, time.monotonic()
+        looked_at = time.monotonic()
         if any(looked_at - at > seconds for _, at in heard.values()):
             raise dist.DistError("a rank has sent no heartbeat for too long")
         return True

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
-from shardwise.optim.gradients import gradients_of
+from shardwise.optim.gradients import PIPELINED, gradients_of
 from shardwise.optim.summing import multiply
 from shardwise.parameters.local_gradient import complete_norms, norm_of_owned
 from shardwise.parameters.registry import (
@@ -38,14 +38,14 @@ def clip_grad_norm_(
         max_norm: maximum norm; `math.inf` only computes the norm.
         norm_type: p of the p-norm, `math.inf` for the largest entry.
         error_if_nonfinite: raise if the norm is infinite or NaN.
-        model: the split model of these parameters. A pipeline needs it where a stage may have none of them: that stage
-            would not take part, and the others would wait for it.
+        model: the split model of these parameters. Pipelines of several models need it where a stage may have none of
+            them.
 
     Returns:
         The norm before clipping, float32 scalar, the same on every rank.
 
     Raises:
-        ConfigError: `norm_type` is not positive, or `max_norm` is negative, NaN or no number.
+        ConfigError: `norm_type` is not positive; `max_norm` is negative, NaN or no number; or `model` is needed.
         RuntimeError: the norm is infinite or NaN and `error_if_nonfinite` is set; on every rank.
 
     Communicates: over all ranks, one all-reduce of one value.
@@ -85,4 +85,12 @@ def _gradients(
     registry = next((entry.registry for entry in entries), None)
     if registry is None and model is not None:  # a stage without any takes part in the sum
         registry = registry_of(model)
+    if not tensors and model is None and PIPELINED:
+        registry, *others = (each.registry for each in PIPELINED)
+        if others:
+            raise ConfigError(
+                "a norm of no parameters, with several models in pipelines",
+                why="other stages of one of them may wait for this one",
+                fix="pass model=",
+            )
     return [(local_part(each.grad), entry_of(each)) for each in tensors if each.grad is not None], registry

@@ -14,6 +14,7 @@ phase runs at the end of `no_sync`, which every rank enters. A weight that sever
 """
 
 import copy
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -67,6 +68,8 @@ class HostCopy:
 
 
 _ATTRIBUTE = "_shardwise_gradients"
+PIPELINED: "weakref.WeakSet[Gradients]" = weakref.WeakSet()
+"""Those of this process's models in stages, of which a stage may have none of the parameters that a call is about."""
 _WATCHED = "_shardwise_watched"
 
 
@@ -132,6 +135,8 @@ class Gradients:
         self.share = 1.0
         self._at_rest: dict[int, nn.Parameter] = {}
         self._task = -1
+        if self._is_pipeline:
+            PIPELINED.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Gradients":
         # A copied model starts without gradients; a copied part of a model has none of its own.

@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
-from shardwise.errors import ConfigError, PlanError
+from shardwise.errors import ConfigError, PlanError, UnsupportedError
 from shardwise.loss.logits import apply_deferral
 from shardwise.mesh import Mesh
 from shardwise.parallel.adapters import apply_adapters
@@ -179,5 +179,11 @@ def _most_classes(head: nn.Module | None, context: SplitContext) -> int | None:
 def check_unsplit(model: nn.Module) -> None:
     """Raises `PlanError` if the model is already split, `UnsupportedError` if a torch wrapper holds it."""
     refuse_wrapped(*model.modules())
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise UnsupportedError(
+            f"a {type(model).__name__} that was made under torch.inference_mode()",
+            why="autograd does not accept its parameters",
+            fix="make or load it outside, or under torch.no_grad()",
+        )
     if is_split(model):
         raise PlanError(f"this {type(model).__name__} is split already", fix="split a model once, from the unsplit one")

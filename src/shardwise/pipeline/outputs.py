@@ -309,6 +309,10 @@ class StageCaches:
         self._device = device
         self._given = dict(_caches(arguments))
         self._copies = num_stages_per_rank > 1
+        # Now: a copied layer of a static cache shares its length, a tensor.
+        self._before = {
+            name: [_length(each) for each in cache_parts(cache)[0].layers] for name, cache in self._given.items()
+        }
         self._fresh = {name: copy_cache(cache) for name, cache in self._given.items()}
         self.rows, self.length = _size(arguments)
 
@@ -343,8 +347,7 @@ class StageCaches:
     def advance(self) -> None:
         """Advances the layers of other ranks' stages as if they had been filled."""
         for name, cache in self._given.items():
-            own = cache_parts(cache)[0]
-            before = [_length(each) for each in cache_parts(self._fresh[name])[0].layers]
+            before, own = self._before[name], cache_parts(cache)[0]
             state = torch.zeros(self.rows, 1, self.length, 1, device=self._device)
             if not own.layers:  # which nobody here has filled
                 own.update(state, state, 0)

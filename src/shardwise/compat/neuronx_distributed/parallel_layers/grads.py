@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.compat.layers.split_module import mark_known
@@ -28,6 +29,7 @@ def clip_grad_norm(parameters: Any, max_norm: float, norm_type: float | str = 2,
     """
     found = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
     chosen = [found] if isinstance(found, Tensor) else list(found)
+    chosen = chosen or [torch.empty(0)]  # a stage without any takes part in the sum
     average_gradients(chosen, current_mesh())
     mark_known(chosen, current_mesh())
     return clip_grad_norm_(chosen, max_norm, float(norm_type))
