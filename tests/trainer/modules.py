@@ -26,6 +26,7 @@ CONFIGS = {
     ),
     "decoder": lambda: transformers.LlamaConfig(**TEXT, num_key_value_heads=2, num_labels=3, pad_token_id=0),
     "numbers": lambda: transformers.LlamaConfig(**TEXT, num_key_value_heads=2, num_labels=1, pad_token_id=0),
+    "several": lambda: transformers.LlamaConfig(**TEXT, num_key_value_heads=2, num_labels=3, pad_token_id=0),
     "tokens": lambda: transformers.LlamaConfig(**TEXT, num_key_value_heads=2, num_labels=3, classifier_dropout=0.0),
     "bert": lambda: transformers.BertConfig(**TEXT, num_labels=3),
     "vit": lambda: transformers.ViTConfig(**SIZES, image_size=16, patch_size=8, num_labels=3),
@@ -34,6 +35,7 @@ CONFIGS = {
 CLASSES = {
     "decoder": transformers.LlamaForSequenceClassification,
     "numbers": transformers.LlamaForSequenceClassification,
+    "several": transformers.LlamaForSequenceClassification,
     "tokens": transformers.LlamaForTokenClassification,
     "bert": transformers.BertForSequenceClassification,
     "vit": transformers.ViTForImageClassification,
@@ -75,6 +77,8 @@ class Rows(Dataset):
             return {"input_ids": self.ids[row], "labels": self.classes[row]}
         if self.family == "numbers":
             return {"input_ids": self.ids[row], "labels": self.pixels[row, 0, 0, 0]}
+        if self.family == "several":
+            return {"input_ids": self.ids[row], "labels": (self.pixels[row, 0, 0, :3] > 0).float()}
         labels = self.ids[row].clone()
         labels = labels % 3 if self.family == "tokens" else labels
         labels[: 10 if row == 4 else (row * 3) % 7] = -100

@@ -123,6 +123,31 @@ def test_a_loop_has_the_curve_of_one_process(on_ranks, layout, number, accumulat
         assert not unequal
 
 
+def from_logits(run):
+    """An epoch of 5 rows, with a loss that the loop computes."""
+    for batch in run.loader:
+        ids = batch["input_ids"]
+        logits = run.model(input_ids=ids).logits
+        whole = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
+        targets = batch["labels"].where(batch["labels"] < 0, ids)[:, -1]  # one in each row
+        run.accelerator.backward(torch.nn.functional.cross_entropy(whole[:, -2], targets))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return run.accelerator.get_state_dict(run.model)
+
+
+def from_split_logits(mesh):
+    return from_logits(split_run(mesh, 5))
+
+
+@pytest.mark.parametrize("layout", ["ddp2"])
+def test_a_loss_of_logits_is_a_number_on_a_rank_without_rows(on_ranks, layout):
+    accelerator = new_accelerator()
+    wanted = from_logits(Run(accelerator, accelerator.prepare, tiny_model("llama"), number=5))
+    for state in on_ranks(from_split_logits):
+        assert not [problem for name in state for problem in differing(name, state[name], wanted[name], EXACT)]
+
+
 def halves(mesh, directory):
     """Saves at `fsdp2` after two steps, or goes on at another layout."""
     state = directory / "checkpoints" / "checkpoint_0"
@@ -353,7 +378,7 @@ def test_what_cannot_be_is_said(on_ranks, layout, tmp_path):
         "does not hold what save_state of this script saves",
         "does not hold what save_state of this script saves",
         "no directory for a checkpoint",
-        "a last batch of 3 rows with numbers as labels, for several data ranks",
+        "a last batch of 3 rows for 2 data ranks, with numbers as labels",
         "clipping gradients that are not reduced yet, over ddp2",
     ]
     for found in on_ranks(refusals, directory=tmp_path):

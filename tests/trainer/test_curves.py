@@ -33,6 +33,9 @@ CASES = [
     ("decoder", "fsdp2", 3, {}),
     ("decoder", "pp2", 1, {}),
     ("numbers", "ddp2", 1, {}),
+    ("numbers", "pp2", 3, {}),
+    ("several", "fsdp2", 1, {}),
+    ("several", "pp2", 3, {}),
     ("tokens", "fsdp2", 1, {}),
     ("vit", "tp2", 1, {}),
     ("vit", "fsdp2", 3, {}),
@@ -43,8 +46,9 @@ CASES = [
 ]
 
 
-def train(mesh, family, accumulation, options, directory):
-    run = split_trainer(mesh, family, directory, split=options, gradient_accumulation_steps=accumulation)
+def train(mesh, family, accumulation, options, num_rows, directory):
+    chosen = {"num_rows": num_rows, "split": options, "gradient_accumulation_steps": accumulation}
+    run = split_trainer(mesh, family, directory, **chosen)
     run.train()
     assert not find_unequal_replicas(run.model)
     return curve(run), shardwise.full_state_dict(run.model, rank0_only=True)
@@ -53,8 +57,9 @@ def train(mesh, family, accumulation, options, directory):
 @pytest.mark.parametrize(("family", "layout", "accumulation", "options"), CASES)
 def test_twenty_steps_are_those_of_one_process(on_ranks, tmp_path, family, layout, accumulation, options):
     """13 rows in batches of 4: the last one has a single row, and one row has no targets."""
-    wanted, state = unsplit_run(family, accumulation)
-    (found, own), *others = on_ranks(train, directory=str(tmp_path))
+    num_rows = 12 if layout == "pp2" and family in ("numbers", "several") else 13  # those are not divided further
+    wanted, state = unsplit_run(family, accumulation, num_rows)
+    (found, own), *others = on_ranks(train, directory=str(tmp_path), num_rows=num_rows)
     assert len(found) == len(wanted) == STEPS
     assert all(each == found for each, _ in others), "ranks log the same"
     for (loss, norm), (expected, expected_norm) in zip(found, wanted, strict=True):

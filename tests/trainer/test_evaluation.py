@@ -63,6 +63,23 @@ def test_losses_and_metrics_are_those_of_all_rows_once(on_ranks, tmp_path, famil
         numpy.testing.assert_allclose(predicted, logits, atol=1e-5)
 
 
+class Inputs(Rows):
+    """Rows without labels."""
+
+    def __getitem__(self, row):
+        return {"input_ids": super().__getitem__(row)["input_ids"]}
+
+
+def predict(mesh, directory):
+    return split_trainer(mesh, "llama", directory).predict(Inputs("llama", 11)).predictions
+
+
+@pytest.mark.parametrize("layout", ["pp2.ddp2"])
+def test_rows_without_labels_are_predicted_where_copies_fill_up_a_batch(on_ranks, tmp_path, layout):
+    for predicted in on_ranks(predict, directory=str(tmp_path)):
+        numpy.testing.assert_allclose(predicted, unsplit_evaluation("llama", 11)[2], atol=1e-5)
+
+
 def by_transformers(mesh, directory):
     run = split_trainer(mesh, "llama", directory, beside={"token_weighted_eval": False})
     smoothed = split_trainer(mesh, "llama", directory, label_smoothing_factor=0.1)

@@ -15,8 +15,8 @@ from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.parameters.replicas import find_unequal_replicas
 from shardwise.trainer import Trainer, adapt
 from shardwise.trainer.adapt import check_overridden
-from shardwise.trainer.adapted import SplitTrainer
-from shardwise.trainer.rows import num_own_rows, own_part
+from shardwise.trainer.adapted import SplitTrainer, _passes_numbers_on
+from shardwise.trainer.rows import Dealer
 from tests.families import FULL_PRODUCT
 from tests.trainer.modules import Rows, arguments, build, curve, split_trainer
 
@@ -59,6 +59,7 @@ OPTIONS = {
     "streamed": ({}, {"rows": Streamed}),
     "split_batches": ({"accelerator_config": {"split_batches": True}}, {}),
     "dropped_last": ({"dataloader_drop_last": True}, {}),
+    "flattened": ({}, {"data_collator": transformers.DataCollatorWithFlattening(return_seq_idx=False)}),
 }
 
 
@@ -125,7 +126,7 @@ def test_rows_are_dealt_by_data_rank(on_ranks, tmp_path, layout, sampling):
     assert all(batches == by_rank[rank] for rank, batches in read), "tp ranks read the same rows"
     order = [row for pair in zip(by_rank[0], by_rank[1], strict=True) for batch in pair for row in batch]
     assert sorted(order[:13]) == list(range(13))
-    assert order[13:] == [order[12]], "the last batch has one row, and a copy"
+    assert order[13:] == [order[12]], "the last batch has one row, of which a rank without any has a copy"
 
 
 def noise(mesh, directory):
@@ -160,9 +161,6 @@ def test_a_path_and_a_layout(on_ranks, tmp_path, layout):
 
 
 def refused(mesh, options, beside, directory, family="llama"):
-    beside, collator = dict(beside), transformers.DataCollatorWithFlattening
-    if "data_collator" in beside:
-        beside["data_collator"] = collator(return_seq_idx=False)
     with pytest.raises(UnsupportedError) as raised:
         split_trainer(mesh, family, directory, num_rows=15, beside=beside, **{"max_steps": 5, **options}).train()
     return str(raised.value)
@@ -190,7 +188,6 @@ def test_an_optimizer_of_the_unsplit_model_is_refused(on_ranks, tmp_path, layout
         ("fsdp2", {"train_sampling_strategy": "batch_rebalance"}, {}, "batch_rebalance"),
         ("fsdp2", {"optim": "adafactor"}, {}, "Adafactor"),
         ("fsdp2", {"accelerator_config": {"dispatch_batches": True}}, {}, "dispatch_batches=True"),
-        ("fsdp2", {}, {"data_collator": None}, "copies of rows that fill it up cannot be found"),
         ("pp2", {"fp16": True}, {}, "fp16=True"),
         ("pp2", {"label_smoothing_factor": 0.1}, {}, "loss of Trainer's own"),
         ("pp2", {}, {"compute_loss_func": own_loss}, "loss of Trainer's own"),
@@ -231,8 +228,17 @@ def test_an_overridden_method_that_changes_is_an_error_with_its_name():
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 2), (3, 2), (4, 2), (5, 4), (8, 4)])
 def test_parts_hold_each_row_once_and_then_copies(num_rows, size):
     rows = list(range(num_rows))
-    parts = [own_part(rows, size, rank) for rank in range(size)]
-    assert len({len(part) for part in parts}) == 1
-    assert [row for part in parts for row in part][:num_rows] == rows
-    kept = [part[: num_own_rows(num_rows, size, rank)] for rank, part in enumerate(parts)]
-    assert [row for part in kept for row in part] == rows
+    filled = [Dealer(size, rank, fills=True).deal(rows) for rank in range(size)]
+    assert len({len(part) for part, _ in filled}) == 1
+    assert [row for part, dealt in filled for row in part[: dealt.own]] == rows
+    for part, dealt in (Dealer(size, rank, fills=False).deal(rows) for rank in range(size)):
+        assert (
+            (part, dealt.held) == (rows[:1], 1) if dealt.own == 0 else (filled[dealt.rank][0][: dealt.own], dealt.own)
+        )
+
+
+@pytest.mark.single
+def test_losses_that_take_the_number_of_targets_are_told_by_the_code_of_the_forward():
+    takes = transformers.LlamaForCausalLM, transformers.Qwen2_5OmniThinkerForConditionalGeneration
+    ignores = transformers.BertForMaskedLM, transformers.T5ForConditionalGeneration
+    assert [_passes_numbers_on(each.forward) for each in (*takes, *ignores)] == [True, True, False, False]

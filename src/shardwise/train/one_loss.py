@@ -26,6 +26,14 @@ from shardwise.runtime.linear import apply_mixin
 from shardwise.topology.shape import DATA_AXES
 
 _HOOKS = "_shardwise_loss_hooks"
+_COPIED = "_shardwise_copied"
+
+
+def mark_copies(batch: Any) -> None:
+    """Marks the tensors of a batch of copied rows, in place: their targets count nothing in one loss for all."""
+    for value in batch.values() if isinstance(batch, Mapping) else ():
+        if isinstance(value, Tensor):
+            setattr(value, _COPIED, True)
 
 
 def share_loss(model: nn.Module) -> None:
@@ -100,6 +108,8 @@ class LossHooks:
         count = None if batch.get("num_items_in_batch") is not None else targets_of(model, batch)
         if count is None:
             return None
+        if any(hasattr(batch.get(name), _COPIED) for name in target_names(model)):
+            count = torch.zeros(())
         self._count = torch.as_tensor(count, dtype=torch.float32, device=self._gradients.registry.mesh.device)
         has_several = len(target_names(model)) > 1  # of which one rank may have too many, and no other
         with raise_on_all_ranks(self._group, "counting its targets") if has_several else nullcontext():

@@ -11,7 +11,7 @@ Schedules are written for one process, and step once for each data rank (once wi
 batch is filled up with rows without targets (labels of -100), which `gather_for_metrics` cuts off.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,16 +27,15 @@ from typing_extensions import override
 
 from shardwise.api.checkpoints import full_state_dict
 from shardwise.comm.collectives import all_gather_list, all_gather_objects, all_reduce_, broadcast_object
-from shardwise.data.batch import drop_targets
-from shardwise.errors import ConfigError, UnsupportedError, counted
+from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.mesh import Mesh
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.gradients import gradients_of
 from shardwise.optim.summing import time_reduction
 from shardwise.parameters.registry import is_split, registry_of
 from shardwise.topology.shape import DATA_AXES
-from shardwise.train.one_loss import share_loss
-from shardwise.trainer.rows import deal_rows, num_own_rows, rows_of_last_batch
+from shardwise.train.one_loss import mark_copies, share_loss
+from shardwise.trainer.rows import Rows, deal_rows, rows_of_last_batch, without_copies
 from shardwise.trainer.state import SavesState
 
 
@@ -46,10 +45,15 @@ class SplitAccelerator(SavesState):
     Attributes:
         mesh: the mesh of the split model.
         has_one_loss: whether models that are prepared return the loss of all data ranks; see `prepare`.
+        fills: whether every data rank holds as many rows of the last batch; see [Note: uneven ends].
+        gathered: the rows of which gathered tensors are made, several entries of each perhaps; None: of all ranks' as
+            many.
     """
 
     mesh: Mesh
     has_one_loss = False
+    fills = False
+    gathered: Rows | None = None
     flag_tensor: Any
 
     @override
@@ -140,7 +144,7 @@ class SplitAccelerator(SavesState):
         places = self.device_placement if device_placement is None else device_placement
         seed = self.dataloader_config.data_seed
         prepared = prepare_data_loader(
-            deal_rows(data_loader, self.mesh, splits=self.split_batches),
+            deal_rows(data_loader, self.mesh, splits=self.split_batches, fills=self.fills),
             self.device,
             num_processes=1,
             process_index=0,
@@ -221,34 +225,44 @@ class SplitAccelerator(SavesState):
 
         Communicates: one all-gather of each tensor over the data ranks.
         """
-        group = self.mesh.group(*DATA_AXES)
+        return self._gather(tensor, self.gathered)
+
+    def _gather(self, tensor: Any, rows: Rows | None) -> Any:
+        group, rank = self.mesh.group(*DATA_AXES), self.mesh.data_rank
 
         def gather_one(value: Tensor) -> Tensor:
             whole = full_tensor(value)
             whole = whole[None] if whole.ndim == 0 else whole
-            return torch.cat(all_gather_list(whole.contiguous(), group)) if group is not None else whole
+            if rows is None:
+                return whole if group is None else torch.cat(all_gather_list(whole.contiguous(), group))
+            per_row = max(1, whole.shape[0] // rows.held) if self.gathered is not None else 1
+            most = whole.shape[0] if rows.fills or value.ndim == 0 else max(rows.counts)
+            sizes = [min(count, most) * per_row for count in rows.counts]
+            own = whole[: sizes[rank]]
+            filled = whole.new_zeros(max(sizes), *whole.shape[1:])
+            filled[: len(own)] = own
+            parts = filled[None] if group is None else all_gather_list(filled, group)
+            return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
         return recursively_apply(gather_one, tensor, error_on_other_type=True)
 
     @override
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Returns values of all data ranks without the rows that fill the last batch up."""
-        if use_gather_object or not _is_all_tensors(input_data):
-            lists = all_gather_objects(input_data, self.mesh.group(*DATA_AXES))
-            data = [row for rows in lists for row in rows]
-        else:
-            data = self.gather(input_data)
-        num_rows, remainder = self.rows_of_last_batch(), self.gradient_state.remainder
-        if num_rows is None and self.mesh.data_size == 1 and self.gradient_state.end_of_dataloader and remainder > 0:
-            num_rows = remainder  # of a loader that is not dealt
-        if num_rows is None:
-            return data
-        return data[:num_rows] if isinstance(data, list) else recursively_apply(lambda value: value[:num_rows], data)
+        """Returns values of all data ranks' rows, without copies."""
+        rows = self.rows_of_last_batch() if self.gathered is None else self.gathered
+        if not use_gather_object and _is_all_tensors(input_data):
+            return self._gather(input_data, rows)
+        own = [*input_data] if rows is None else [*input_data][: rows.own]
+        return [row for part in all_gather_objects(own, self.mesh.group(*DATA_AXES)) for row in part]
 
-    def rows_of_last_batch(self) -> int | None:
-        """Returns the rows of all data ranks in the batch of the loader that is read, if it is the last; else None."""
+    def rows_of_last_batch(self) -> Rows | None:
+        """Returns the rows of the batch that is read, if it is the last of its loader; else None."""
         state = self.gradient_state
-        return rows_of_last_batch(state.active_dataloader) if state.end_of_dataloader else None
+        if not state.end_of_dataloader:
+            return None
+        if self.mesh.data_size == 1 and state.remainder > 0:  # of a loader that is not dealt
+            return Rows((state.remainder,), 0, fills=True)
+        return rows_of_last_batch(state.active_dataloader)
 
     @override
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -284,21 +298,14 @@ class SplitLoader(DataLoaderShard):
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        mesh = self.accelerator.mesh
+        models = self.accelerator._models
         for batch in super().__iter__():
-            num_rows = rows_of_last_batch(self) if self.end_of_dataloader else None
-            if num_rows is None or num_rows % mesh.data_size == 0 or not isinstance(batch, Mapping):
+            rows = rows_of_last_batch(self) if self.end_of_dataloader else None
+            if rows is not None and rows.own == 0:  # whose mean over no targets would be 0/0
+                mark_copies(batch)
                 yield batch
-                continue
-            labels = batch.get("labels")
-            is_number = isinstance(labels, Tensor) and labels.is_floating_point()
-            if is_number and any(model.training for model in self.accelerator._models):
-                raise UnsupportedError(
-                    f"a last batch of {counted(num_rows, 'row')} with numbers as labels, for several data ranks",
-                    why="rows are copied to fill it up, and would count in the loss",
-                    fix="use drop_last=True, or a batch size that divides the rows",
-                )
-            yield drop_targets(batch, num_own_rows(num_rows, mesh.data_size, mesh.data_rank))
+            else:
+                yield without_copies(batch, rows, next((each for each in models if each.training), None))
 
 
 class SplitScheduler(AcceleratedScheduler):
@@ -345,7 +352,7 @@ def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool
             fix="prepare the split model first, with all that belongs to it",
         )
     split = follow(accelerator, mesh)
-    split.has_one_loss = True
+    split.has_one_loss = split.fills = True
     seeds = all_gather_objects(torch.random.initial_seed(), mesh.group("tp", "pp"))
     if len({*seeds}) > 1:  # set_seed(seed, device_specific=True), which counts all ranks: copies would drift apart
         set_seed(seeds[0] % 2**32)

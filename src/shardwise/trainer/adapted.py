@@ -14,10 +14,10 @@ weighted by their share. In one process a loss that ignores the number is a mean
 batches' losses are summed; so it is here.
 """
 
+import ast
 import functools
 import inspect
-import math
-import re
+import textwrap
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -34,9 +34,9 @@ from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.collectives import all_reduce_, broadcast_object
 from shardwise.data.batch import (
     check_divides,
+    counts_rows,
     drop_targets,
     flops_of,
-    is_medium,
     make_up_targets,
     target_names,
     targets_of,
@@ -55,7 +55,9 @@ from shardwise.topology.shape import DATA_AXES, MeshShape
 from shardwise.train.step import TrainStep
 from shardwise.trainer.accelerator import follow, full_tensor
 from shardwise.trainer.checkpoint import SavesSplitModels
-from shardwise.trainer.rows import num_own_rows
+from shardwise.trainer.rows import Rows, num_rows, without_copies
+
+_SEVERAL_LABELS = "multi_label_classification"
 
 
 class SplitTrainer(SavesSplitModels):
@@ -103,8 +105,8 @@ class SplitTrainer(SavesSplitModels):
         elif isinstance(model, nn.Module) and is_split(model):
             self._mesh = registry_of(model).mesh
         self._weighs_targets, self._num_microbatches = token_weighted_eval, num_microbatches
-        self._shares: deque[tuple[int, int] | None] = deque()
-        self._rows: tuple[int, int] | None = None
+        self._shares: deque[Rows | None] = deque()
+        self._rows: Rows | None = None
         self._num_targets: Any = None
         self._eval_sums: Tensor | None = None
         self._steps: dict[int, TrainStep] = {}
@@ -113,6 +115,7 @@ class SplitTrainer(SavesSplitModels):
         super().__init__(model, *others, **options)
         if self._mesh is not None:
             self._check_pipeline()
+            self.accelerator.fills = self._is_pipeline and self._is_default_loss
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuses subclasses whose loss or steps would hide those of this class."""
@@ -197,7 +200,7 @@ class SplitTrainer(SavesSplitModels):
 
     @override
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """Returns the batches of a step without the rows that fill up the last one, and the number of targets."""
+        """Returns the batches of a step, in which copies of rows have no targets, and the number of targets."""
         if self._mesh is not None:
             self._shares.clear()
             epoch_iterator = self._without_copies(epoch_iterator)
@@ -205,51 +208,14 @@ class SplitTrainer(SavesSplitModels):
 
     def _without_copies(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
-            rows = self._own_rows()
-            self._shares.append(rows)
-            yield self._own_part(batch, rows)
-
-    def _own_rows(self) -> tuple[int, int] | None:
-        """Returns this rank's and all data ranks' rows in the batch that was just read; None if it is full."""
-        mesh = self._mesh
-        assert mesh is not None
-        num_rows = self.accelerator.rows_of_last_batch()
-        return None if num_rows is None else (num_own_rows(num_rows, mesh.data_size, mesh.data_rank), num_rows)
-
-    def _own_part(self, batch: Any, rows: tuple[int, int] | None, *, keeps_rows: bool = False) -> Any:
-        """Returns a batch in which copies of rows count nothing.
-
-        Copies are cut off; a rank without rows keeps one, without targets. In pipelines, where rows must divide, beside
-        images, which have other rows, and with `keeps_rows`, copies stay, without targets.
-        """
-        if rows is None or self._mesh is None or not isinstance(batch, Mapping):
-            return batch
-        size = self._mesh.data_size
-        own, held, dealt = rows[0], _num_rows(batch), math.ceil(rows[1] / size)
-        if rows[1] % size and held % dealt:
-            raise UnsupportedError(
-                f"a last batch of {rows[1]} rows over {size} data ranks, of which the collator makes {held}",
-                why="copies of rows that fill it up cannot be found in it",
-                fix="use dataloader_drop_last=True, or a number of rows that divides",
-            )
-        is_default = self._is_default_loss
-        has_targets = is_default and bool(make_up_targets(batch))
-        if self._is_pipeline and rows[1] % size and is_default and not has_targets:
-            raise _refuse_numbers(rows[1], size)
-        if own == dealt:
-            return batch
-        if has_targets and (keeps_rows or self._is_pipeline or any(map(is_medium, batch))):
-            return drop_targets(batch, own)
-        cut = {name: _cut(value, held, dealt, max(own, 1)) for name, value in batch.items()}
-        return drop_targets(cut, 0) if own == 0 else cut
+            self._shares.append(rows := self.accelerator.rows_of_last_batch())
+            yield without_copies(batch, rows, self.model)
 
     @override
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         """Counts the tokens of all data ranks' rows, without copies."""
-        if self._rows is not None and self._mesh is not None:
-            own, dealt = min(self._rows[0], _num_rows(inputs)), math.ceil(self._rows[1] / self._mesh.data_size)
-            held = _num_rows(inputs)
-            inputs = {name: _cut(value, held, min(held, dealt), own) for name, value in inputs.items()}
+        if (rows := self._rows) is not None and rows.own < rows.held:
+            inputs = {name: value[: rows.own] for name, value in inputs.items() if isinstance(value, Tensor)}
         super()._track_num_input_tokens(inputs)
 
     # Losses and gradients
@@ -273,18 +239,18 @@ class SplitTrainer(SavesSplitModels):
 
     def _step_through_stages(self, inputs: dict[str, Any], num_items: Any) -> Tensor:
         assert self._mesh is not None
-        held = _num_rows(inputs)
+        held = num_rows(inputs)
         number = self._num_microbatches or _fitting_microbatches(self.model, held)
         if number not in self._steps:
             self._steps[number] = TrainStep(self.model, self._mesh, num_microbatches=number)
         if missing := -held % number:
-            if not make_up_targets(inputs):
+            if not make_up_targets(inputs) or counts_rows(find_model(self.model)):
                 raise _refuse_numbers(held, number)
             refilled = {name: _refilled(each, held, held + missing) for name, each in inputs.items()}
             inputs = drop_targets(refilled, held)
         is_scaled = num_items is not None and self.model_accepts_loss_kwargs
         weight: Any = 1.0 if is_scaled else 1 / self.current_gradient_accumulation_steps
-        if is_scaled and self._takes_num_items:
+        if is_scaled and self._takes_num_items(inputs):
             weight = self._sum_over_data(self._target_count(inputs)) / num_items
         # A batch without targets has a loss of 0, so that any weight is right.
         weight = torch.where(weight > 0, weight, 1.0) if isinstance(weight, Tensor) else weight
@@ -305,7 +271,7 @@ class SplitTrainer(SavesSplitModels):
         compute, mesh = super().compute_loss, self._mesh
         if mesh is None:
             return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
-        is_counted = num_items_in_batch is not None and self._takes_num_items
+        is_counted = num_items_in_batch is not None and self._takes_num_items(inputs)
         own = self._target_count(inputs)
         if mesh.data_size == 1 or (is_counted and not self._is_default_loss):
             self._num_targets = num_items_in_batch if is_counted else own
@@ -339,11 +305,11 @@ class SplitTrainer(SavesSplitModels):
 
     def _target_count(self, inputs: Mapping[str, Any]) -> Tensor:
         """Returns the number of this rank's targets, float32 scalar: tokens or rows."""
-        if self._rows is not None and self._rows[0] == 0:
+        if self._rows is not None and self._rows.own == 0:
             return torch.zeros((), device=self.args.device)
         count = targets_of(self.model, inputs) if self._is_default_loss else None
         return torch.as_tensor(
-            _num_rows(inputs) if count is None else count, dtype=torch.float32, device=self.args.device
+            num_rows(inputs) if count is None else count, dtype=torch.float32, device=self.args.device
         )
 
     def _sum_over_data(self, value: Tensor) -> Tensor:
@@ -360,21 +326,14 @@ class SplitTrainer(SavesSplitModels):
         beside = super().compute_loss
         return is_plain and getattr(beside, "__func__", beside) is transformers.Trainer.compute_loss
 
-    @property
-    def _takes_num_items(self) -> bool:
-        """Whether the loss is a sum divided by `num_items_in_batch`, and not a mean."""
+    def _takes_num_items(self, inputs: Mapping[str, Any]) -> bool:
+        """Returns whether the loss is a sum divided by `num_items_in_batch`, and not a mean."""
         if not self._is_default_loss:
             return bool(self.compute_loss_func or self.label_smoother or self.model_accepts_loss_kwargs)
-        forward = inspect.unwrap(type(find_model(self.model)).forward)
-        try:
-            text = inspect.getsource(forward)
-        except (OSError, TypeError):  # a class made on the way
-            text = "loss_function(**kwargs)"
-        is_passed_on = re.search(r"loss_function\([^)]*\*\*", text) is not None
-        problem = getattr(getattr(find_model(self.model), "config", None), "problem_type", None)
-        return (
-            bool(self.model_accepts_loss_kwargs) and is_passed_on and problem in (None, "single_label_classification")
-        )
+        model, labels = find_model(self.model), inputs.get("labels")
+        is_mean = isinstance(labels, Tensor) and labels.is_floating_point()
+        is_mean = is_mean or counts_rows(model) or getattr(model.config, "problem_type", None) == _SEVERAL_LABELS
+        return bool(self.model_accepts_loss_kwargs) and not is_mean and _passes_numbers_on(type(model).forward)
 
     @override
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -466,14 +425,11 @@ class SplitTrainer(SavesSplitModels):
         step = super().prediction_step
         if self._mesh is None:
             return step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **options)
-        self._rows, held = self._own_rows(), _num_rows(inputs)
-        own = self._own_part(inputs, self._rows, keeps_rows=True)
-        self._num_targets = None
+        self._rows, self._num_targets = self.accelerator.rows_of_last_batch(), None
+        own = without_copies(inputs, self._rows, self.model)
         loss, logits, labels = step(model, own, prediction_loss_only, ignore_keys=ignore_keys, **options)
         if loss is not None:
             loss = self._mean_over_ranks(loss.detach(), own)
-        if self._rows is not None and (kept := _num_rows(own)) < held:
-            logits, labels = (_refilled(each, kept, held) for each in (logits, labels))
         return loss, logits, labels
 
     def _mean_over_ranks(self, loss: Tensor, inputs: Mapping[str, Any]) -> Tensor:
@@ -556,20 +512,16 @@ def _refuse_numbers(num_rows: int, parts: int) -> UnsupportedError:
     )
 
 
-def _num_rows(batch: Mapping[str, Any]) -> int:
-    """Returns the rows of a batch: the first dim of its first tensor."""
-    return next((value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.ndim), 0)
-
-
-def _cut(value: Any, held: int, dealt: int, kept: int) -> Any:
-    """Returns the rows of the first `kept` of `dealt` examples, of what has `held` rows. An example of a preference has
-    two rows, in two runs.
-    """
-    if isinstance(value, Mapping):
-        return {name: _cut(each, held, dealt, kept) for name, each in value.items()}
-    if isinstance(value, Tensor) and value.ndim and value.shape[0] == held:
-        return value.view(held // dealt, dealt, *value.shape[1:])[:, :kept].flatten(0, 1)
-    return value[:kept] if isinstance(value, list) and len(value) == dealt else value
+@functools.cache
+def _passes_numbers_on(forward: Callable[..., Any]) -> bool:
+    """Returns whether a forward gives its loss function the arguments that it does not name."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
+    except (OSError, TypeError):  # of a class made on the way
+        return True
+    calls = [each for each in ast.walk(tree) if isinstance(each, ast.Call)]
+    given = [each.keywords for each in calls if getattr(each.func, "attr", None) == "loss_function"]
+    return any(keyword.arg is None for keywords in given for keyword in keywords)
 
 
 def _refilled(value: Any, kept: int, held: int) -> Any:

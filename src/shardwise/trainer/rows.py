@@ -2,22 +2,28 @@
 
 # [Note: uneven ends]
 A batch of all data ranks is divided into runs of as many rows for each rank, in order. The last batch may have fewer
-rows than that, down to one. Every rank must run as many batches of as many rows, so that the last run is filled up
-with copies of the batch's first row. Copies are at the end of the order, where `gather_for_metrics` cuts them off, and
-they have no weight in losses. (accelerate fills up with rows of the first batch, which then count twice.)
+rows than that, down to one. Then the last ranks have fewer rows. Every rank runs as many batches: a rank without rows
+gets a copy of the batch's first row, which has no weight. Where every rank must hold as many rows, copies fill up all
+parts: in pipelines, whose microbatches divide rows, and in loops of one's own, which call `gather`. Copies have no
+targets, and are cut off where rows are gathered. (accelerate fills up with rows of the first batch, which then count
+twice.)
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from shardwise.comm.collectives import broadcast_object
+from shardwise.data.batch import counts_rows, drop_targets, is_medium
 from shardwise.errors import UnsupportedError, counted
 from shardwise.mesh import Mesh
+from shardwise.runtime.adapter_facts import find_model
 
 _KEPT = (
     "collate_fn",
@@ -33,23 +39,66 @@ _KEPT = (
 )
 
 
+class Rows(NamedTuple):
+    """The rows of a batch of all data ranks.
+
+    Attributes:
+        counts: the number of rows of each data rank, without copies.
+        rank: this data rank.
+        fills: whether copies fill every part up to the largest.
+    """
+
+    counts: tuple[int, ...]
+    rank: int
+    fills: bool
+
+    @property
+    def own(self) -> int:
+        """Number of this rank's rows, without copies."""
+        return self.counts[self.rank]
+
+    @property
+    def held(self) -> int:
+        """Number of this rank's rows, with copies."""
+        return max(self.counts) if self.fills else max(self.own, 1)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether a rank has fewer rows than another."""
+        return len({*self.counts}) > 1
+
+
+class Dealer(NamedTuple):
+    """How batches of all data ranks are divided: for `size` data ranks, of which this is `rank`; see `Rows.fills`."""
+
+    size: int
+    rank: int
+    fills: bool
+
+    def deal(self, rows: list[Any]) -> tuple[list[Any], Rows]:
+        """Returns this rank's run of the rows, with copies, and the numbers of all ranks' rows."""
+        each = math.ceil(len(rows) / self.size)
+        counts = tuple(max(0, min(each, len(rows) - rank * each)) for rank in range(self.size))
+        dealt = Rows(counts, self.rank, self.fills)
+        own = rows[self.rank * each : (self.rank + 1) * each]
+        return own + [rows[0]] * (dealt.held - len(own)), dealt
+
+
 class RankBatchSampler(BatchSampler):
     """This data rank's part of every batch of a batch sampler.
 
     Args:
         batch_sampler: yields lists of indices, equal on all ranks: of this rank's rows, or of all data ranks' rows.
-        size: number of data ranks.
-        rank: this data rank.
         splits: whether a batch of `batch_sampler` is one of all data ranks.
 
     Attributes:
         batch_size: rows of one rank's full batch.
-        num_rows: rows of all data ranks in the last batch that was yielded, without those that fill it up.
+        rows: of the last batch that was yielded.
     """
 
-    def __init__(self, batch_sampler: Any, size: int, rank: int, *, splits: bool) -> None:
-        self.batch_sampler = batch_sampler
-        self.size, self.rank, self.splits = size, rank, splits
+    def __init__(self, batch_sampler: Any, dealer: Dealer, *, splits: bool) -> None:
+        self.batch_sampler, self.dealer, self.size, self.splits = batch_sampler, dealer, dealer.size, splits
+        size = self.size
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         given = getattr(batch_sampler, "batch_size", None)
         if given is None or (splits and given % size):
@@ -59,7 +108,7 @@ class RankBatchSampler(BatchSampler):
                 fix=f"use a batch size that divides by {size}" if given else "give it one",
             )
         self.batch_size = given // size if splits else given
-        self.num_rows: int | None = None
+        self.rows: Rows | None = None
 
     @property
     def sampler(self) -> Any:
@@ -84,7 +133,7 @@ class RankBatchSampler(BatchSampler):
     def __iter__(self) -> Iterator[list[int]]:
         together = 1 if self.splits else self.size
         pending: list[list[int]] = []
-        self.num_rows = None
+        self.rows = None
         for batch in self.batch_sampler:
             pending.append(list(batch))
             if len(pending) == together:
@@ -94,16 +143,15 @@ class RankBatchSampler(BatchSampler):
             yield self._own(pending)
 
     def _own(self, batches: list[list[int]]) -> list[int]:
-        """Returns this rank's rows of a batch of all data ranks, filled up."""
-        if self.num_rows is not None and self.num_rows % self.size:
+        """Returns this rank's rows of a batch of all data ranks."""
+        if self.rows is not None and self.rows.is_uneven:
             raise UnsupportedError(
-                f"a batch of {self.num_rows} rows for {counted(self.size, 'data rank')} that is not the last",
-                why="only the last batch of an epoch may be filled up",
+                f"a batch of {sum(self.rows.counts)} rows for {counted(self.size, 'data rank')} that is not the last",
+                why="only in the last batch of an epoch may ranks have fewer rows",
                 fix=f"use a batch sampler whose other batches divide by {self.size}",
             )
-        rows = [row for batch in batches for row in batch]
-        self.num_rows = len(rows)
-        return own_part(rows, self.size, self.rank)
+        own, self.rows = self.dealer.deal([row for batch in batches for row in batch])
+        return own
 
 
 class RankIterable(IterableDataset[Any]):
@@ -112,12 +160,14 @@ class RankIterable(IterableDataset[Any]):
     Args:
         dataset: yields the same rows on every rank.
         batch_size: rows of one rank's batch.
+
+    Attributes:
+        rows: of the last batch that was yielded in this process.
     """
 
-    def __init__(self, dataset: Any, batch_size: int, size: int, rank: int, *, drop_last: bool) -> None:
-        self.dataset, self.batch_size = dataset, batch_size
-        self.size, self.rank, self.drop_last = size, rank, drop_last
-        self.num_rows: int | None = None
+    def __init__(self, dataset: Any, batch_size: int, dealer: Dealer, *, drop_last: bool) -> None:
+        self.dataset, self.batch_size, self.dealer, self.drop_last = dataset, batch_size, dealer, drop_last
+        self.rows: Rows | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the dataset, if it has one."""
@@ -125,29 +175,24 @@ class RankIterable(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        full = self.batch_size * self.size
-        number = len(self.dataset) / full
+        number = len(self.dataset) / (self.batch_size * self.dealer.size)
         return (math.floor(number) if self.drop_last else math.ceil(number)) * self.batch_size
 
     def __iter__(self) -> Iterator[Any]:
-        pending: list[Any] = []
-        for row in self.dataset:
-            pending.append(row)
-            if len(pending) == self.batch_size * self.size:
-                self.num_rows = len(pending)
-                yield from own_part(pending, self.size, self.rank)
-                pending = []
-        if pending and not self.drop_last:
-            self.num_rows = len(pending)
-            yield from own_part(pending, self.size, self.rank)
+        source = iter(self.dataset)
+        full = self.batch_size * self.dealer.size
+        while (rows := [*islice(source, full)]) and (len(rows) == full or not self.drop_last):
+            own, self.rows = self.dealer.deal(rows)
+            yield from own
 
 
-def deal_rows(loader: Any, mesh: Mesh, *, splits: bool) -> Any:
+def deal_rows(loader: Any, mesh: Mesh, *, splits: bool, fills: bool) -> Any:
     """Returns a loader of this data rank's rows, the same on ranks that differ only in tp or pp.
 
     Args:
         loader: a `DataLoader` that is the same on every rank. Samplers without a generator get one of rank 0's seed.
         splits: whether a batch of `loader` is one of all data ranks, or one of this rank.
+        fills: see `Rows`. Iterable datasets with workers fill always: the end of their data is not known in time.
 
     Communicates: a broadcast of a seed over all ranks.
     """
@@ -162,36 +207,55 @@ def deal_rows(loader: Any, mesh: Mesh, *, splits: bool) -> Any:
     options = {name: getattr(loader, name) for name in _KEPT}
     if isinstance(seeds := loader.worker_init_fn, partial) and "rank" in seeds.keywords:  # transformers' seed_worker
         options["worker_init_fn"] = partial(seeds.func, *seeds.args, **{**seeds.keywords, "rank": mesh.data_rank})
-    size, rank = mesh.data_size, mesh.data_rank
+    size = mesh.data_size
     if isinstance(loader.dataset, IterableDataset):
         each = loader.batch_size // size if splits else loader.batch_size
-        dealt = RankIterable(loader.dataset, each, size, rank, drop_last=loader.drop_last)
+        dealer = Dealer(size, mesh.data_rank, fills or loader.num_workers > 0)
+        dealt = RankIterable(loader.dataset, each, dealer, drop_last=loader.drop_last)
         return DataLoader(dealt, batch_size=each, drop_last=loader.drop_last, **options)
-    own = RankBatchSampler(batches, size, rank, splits=splits)
+    own = RankBatchSampler(batches, Dealer(size, mesh.data_rank, fills), splits=splits)
     how: dict[str, Any] = {"sampler": own, "batch_size": None} if is_batched else {"batch_sampler": own}
     return DataLoader(loader.dataset, **how, **options)
 
 
-def rows_of_last_batch(loader: Any) -> int | None:
-    """Returns the rows of all data ranks in the last batch of a dealt loader, without copies; None if not known."""
+def rows_of_last_batch(loader: Any) -> Rows | None:
+    """Returns the rows of the last batch of a dealt loader; None if they are not known."""
     found = loader
     while found is not None and not isinstance(found, RankBatchSampler):
         if isinstance(getattr(found, "dataset", None), RankIterable):
-            return found.dataset.num_rows
+            return found.dataset.rows
         inner = getattr(found, "batch_sampler", None)
-        sampler = getattr(found, "sampler", None)
-        found = sampler if isinstance(sampler, RankBatchSampler) else inner
-    return None if found is None else found.num_rows
+        found = getattr(found, "sampler", None) if inner is None else inner
+    return None if found is None else found.rows
 
 
-def own_part(rows: list[Any], size: int, rank: int) -> list[Any]:
-    """Returns the `rank`-th of `size` equal runs of rows, the last ones filled up with the first row."""
-    each = math.ceil(len(rows) / size)
-    own = rows[rank * each : (rank + 1) * each]
-    return own + [rows[0]] * (each - len(own))
+def num_rows(batch: Mapping[str, Any]) -> int:
+    """Returns the rows of a batch: the first dim of its first tensor that is no image or sound."""
+    sizes = {name: value.shape[0] for name, value in batch.items() if isinstance(value, Tensor) and value.ndim}
+    return next((size for name, size in sizes.items() if not is_medium(name)), next(iter(sizes.values()), 0))
 
 
-def num_own_rows(num_rows: int, size: int, rank: int) -> int:
-    """Returns how many of the rows that `own_part` returns are not copies."""
-    each = math.ceil(num_rows / size)
-    return max(0, min(each, num_rows - rank * each))
+def without_copies(batch: Any, rows: Rows | None, model: nn.Module | None) -> Any:
+    """Returns a batch whose copies of rows have no targets.
+
+    Args:
+        rows: of the batch; None if it has no copies.
+        model: whose loss is computed of the batch; None if none is.
+
+    Raises:
+        UnsupportedError: copies would count; on every rank.
+    """
+    if rows is None or not rows.is_uneven or not isinstance(batch, Mapping):
+        return batch
+    labels, what = batch.get("labels"), ""
+    if rows.fills and num_rows(batch) != rows.held:
+        what = "which the collator joins"
+    elif rows.fills and model is not None and isinstance(labels, Tensor):
+        what = "with numbers as labels" if labels.is_floating_point() or counts_rows(find_model(model)) else ""
+    if what:
+        raise UnsupportedError(
+            f"a last batch of {sum(rows.counts)} rows for {len(rows.counts)} data ranks, {what}",
+            why="copies of rows fill it up, and would count in the loss",
+            fix="drop the last batch (drop_last=True, dataloader_drop_last=True), or use a number of rows that divides",
+        )
+    return drop_targets(batch, rows.own)

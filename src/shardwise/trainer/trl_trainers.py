@@ -9,21 +9,17 @@ after. Their metrics are gathered without the copies of rows that fill up a batc
 import copy
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 import transformers
 import trl
-from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from shardwise.api.building import load, parallelize
-from shardwise.comm.collectives import all_gather_list, all_gather_objects
-from shardwise.data.batch import drop_targets
+from shardwise.comm.collectives import all_gather_objects
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.lora.inject import inject
 from shardwise.mesh import Mesh
@@ -31,11 +27,9 @@ from shardwise.parameters.registry import is_split, registry_of
 from shardwise.pipeline.runner import runner_of
 from shardwise.pipeline.scores import StagedScores
 from shardwise.plan.options import ParallelSpec
-from shardwise.topology.shape import DATA_AXES
-from shardwise.trainer.accelerator import full_tensor
 from shardwise.trainer.adapt import check_overridden
 from shardwise.trainer.adapted import SplitTrainer, split_model
-from shardwise.trainer.rows import num_own_rows
+from shardwise.trainer.rows import Rows
 from shardwise.trainer.trl import is_fused, replace_fused_head
 
 _KINDS = (trl.SFTTrainer, trl.DPOTrainer, trl.KTOTrainer, trl.RewardTrainer, trl.GRPOTrainer)
@@ -102,8 +96,6 @@ class SplitTrlTrainer(SplitTrainer):
         for each in (self.model, getattr(self, "ref_model", None)):
             if each is not None:
                 replace_fused_head(each)
-        if mesh.data_size > 1 and getattr(self, "padding_free", False):
-            self.data_collator.torch_call = functools.partial(_with_lengths, self.data_collator.torch_call)
         if self._num_microbatches is not None and (runner := runner_of(self.model)) is not None:
             runner.num_microbatches = self._num_microbatches
 
@@ -151,28 +143,10 @@ class SplitTrlTrainer(SplitTrainer):
     # Rows, losses and metrics
 
     @override
-    def _own_part(self, batch: Any, rows: tuple[int, int] | None, *, keeps_rows: bool = False) -> Any:
-        """Returns a batch without copies of rows, of a batch that is one run of tokens too."""
-        lengths = batch.pop("row_lengths", None) if isinstance(batch, dict) else None
-        if lengths is None:
-            return super()._own_part(batch, rows, keeps_rows=keeps_rows)
-        if rows is None or rows[0] == len(lengths):
-            return batch
-        held, kept = sum(lengths), sum(lengths[: max(rows[0], 1)])
-        cut = {}
-        for name, value in batch.items():
-            if name.startswith("cu_seq_lens"):
-                cut[name] = value[value <= kept]
-            else:
-                is_tokens = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] >= held
-                cut[name] = value[:, :kept] if is_tokens else value
-        return drop_targets(cut, 0) if rows[0] == 0 else cut
-
-    @override
     def _target_count(self, inputs: Mapping[str, Any]) -> Tensor:
         """Returns the number of this rank's targets: tokens where there are labels of tokens, else rows."""
         labels = inputs.get("labels")
-        if labels is None or (self._rows is not None and self._rows[0] == 0):
+        if labels is None or (self._rows is not None and self._rows.own == 0):
             return super()._target_count(inputs)
         return (labels[..., 1:] != -100).sum().float()
 
@@ -184,21 +158,13 @@ class SplitTrlTrainer(SplitTrainer):
 
         Communicates: as `SplitTrainer.compute_loss`, and a gather over the data ranks for each metric.
         """
-        compute = super().compute_loss
-        with self._without_gathered_copies():
-            return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
-
-    @contextmanager
-    def _without_gathered_copies(self) -> Iterator[None]:
-        """Context manager: the accelerator gathers what is made of the rows of this batch."""
-        own: dict[str, Any] = self.accelerator.__dict__
-        if self._mesh is not None and self._mesh.data_size > 1:
-            gather = functools.partial(_gather_rows, mesh=self._mesh, rows=self._rows)
-            own["gather"] = own["gather_for_metrics"] = gather
+        if (mesh := self._mesh) is not None:
+            self.accelerator.gathered = self._rows or Rows((1,) * mesh.data_size, mesh.data_rank, fills=False)
         try:
-            yield
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         finally:
-            own.pop("gather", None), own.pop("gather_for_metrics", None)
+            if mesh is not None:
+                self.accelerator.gathered = None
 
     # Pipelines
 
@@ -288,34 +254,3 @@ def _adds_nothing(model: nn.Module, mesh: Mesh) -> bool:
     held = [each.to_local() if isinstance(each, DTensor) else each for each in factors]
     found = all_gather_objects((bool(held), any(bool(each.any()) for each in held)), mesh.group())
     return any(is_lora for is_lora, _ in found) and not any(is_trained for _, is_trained in found)
-
-
-def _with_lengths(collate: Any, examples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns a batch that is one run of tokens, with the number of tokens of each row."""
-    return {**collate(examples), "row_lengths": [len(each["input_ids"]) for each in examples]}
-
-
-def _gather_rows(data: Any, *, mesh: Mesh, rows: tuple[int, int] | None, **_: Any) -> Any:
-    """Returns tensors of all data ranks' rows, or numbers of the ranks that have rows.
-
-    Args:
-        rows: this rank's and all data ranks' rows; None: every rank has as many.
-
-    Communicates: one all-gather of each tensor over the data ranks.
-    """
-    group = mesh.group(*DATA_AXES)
-    counts = [1] * mesh.data_size
-    if rows is not None and rows[1] != rows[0] * mesh.data_size:
-        counts = [num_own_rows(rows[1], mesh.data_size, rank) for rank in range(mesh.data_size)]
-
-    def gather_one(value: Tensor) -> Tensor:
-        whole = full_tensor(value)
-        sizes = counts if whole.ndim else [min(count, 1) for count in counts]
-        whole = whole if whole.ndim else whole[None]
-        of_row = whole.shape[0] // (sizes[mesh.data_rank] or 1)  # entries
-        filled = whole.new_zeros(max(sizes) * of_row, *whole.shape[1:])
-        filled[: whole.shape[0]] = whole
-        parts = filled[None] if group is None else all_gather_list(filled, group)
-        return torch.cat([part[: size * of_row] for part, size in zip(parts, sizes, strict=True)])
-
-    return recursively_apply(gather_one, data, error_on_other_type=True)
