@@ -15,7 +15,8 @@ from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.parameters.replicas import find_unequal_replicas
 from shardwise.trainer import Trainer, adapt
 from shardwise.trainer.adapt import check_overridden
-from shardwise.trainer.adapted import SplitTrainer, _passes_numbers_on
+from shardwise.trainer.adapted import SplitTrainer
+from shardwise.trainer.losses import _passes_numbers_on
 from shardwise.trainer.rows import Dealer
 from tests.families import FULL_PRODUCT
 from tests.trainer.modules import Rows, arguments, build, curve, split_trainer

@@ -19,6 +19,7 @@ from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.collectives import Group, all_reduce_
 from shardwise.data.batch import check_divides, make_up_targets, target_names, targets_of
 from shardwise.loss.label_use import check_model_divides
+from shardwise.mesh import Mesh
 from shardwise.optim.gradients import Gradients, gradients_of
 from shardwise.parameters.registry import Registry, registry_of
 from shardwise.runtime.adapter_facts import find_model
@@ -34,6 +35,16 @@ def mark_copies(batch: Any) -> None:
     for value in batch.values() if isinstance(batch, Mapping) else ():
         if isinstance(value, Tensor):
             setattr(value, _COPIED, True)
+
+
+def check_parts(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh) -> None:
+    """Raises `UnsupportedError` on every rank if the losses of data ranks' rows cannot be put together.
+
+    Communicates: where the model has several kinds of targets, an agreement of the data ranks.
+    """
+    has_several = len(target_names(model)) > 1  # of which one rank may have too many, and no other
+    with raise_on_all_ranks(mesh.group(*DATA_AXES), "counting its targets") if has_several else nullcontext():
+        check_divides(model, batch, [batch], mesh.data_size)
 
 
 def share_loss(model: nn.Module) -> None:
@@ -111,9 +122,7 @@ class LossHooks:
         if any(hasattr(batch.get(name), _COPIED) for name in target_names(model)):
             count = torch.zeros(())
         self._count = torch.as_tensor(count, dtype=torch.float32, device=self._gradients.registry.mesh.device)
-        has_several = len(target_names(model)) > 1  # of which one rank may have too many, and no other
-        with raise_on_all_ranks(self._group, "counting its targets") if has_several else nullcontext():
-            check_divides(model, batch, [batch], self._gradients.registry.mesh.data_size)
+        check_parts(model, batch, self._gradients.registry.mesh)
         changed: dict[str, Tensor] = {}
         if isinstance(count, Tensor):
             # Other ranks wait for this one's gradients. The mean over no targets is 0/0, so some are made up: they

@@ -14,6 +14,7 @@ from shardwise.errors import UnsupportedError
 from shardwise.trainer.accelerator import SplitAccelerator, SplitLoader, SplitScheduler
 from shardwise.trainer.adapted import SplitTrainer
 from shardwise.trainer.checkpoint import SavesSplitModels
+from shardwise.trainer.losses import SharesLosses
 from shardwise.trainer.state import SavesState
 
 
@@ -62,6 +63,7 @@ def check_overridden(own: type[Any], overridden: type[Any]) -> None:
 
 for _own, _overridden in (
     (SplitTrainer, transformers.Trainer),
+    (SharesLosses, transformers.Trainer),
     (SavesSplitModels, transformers.Trainer),
     (SplitAccelerator, Accelerator),
     (SavesState, Accelerator),

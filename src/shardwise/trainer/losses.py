@@ -1,0 +1,297 @@
+"""Losses of an adapted Trainer: rows of data ranks, their share of the loss, pipelines, and evaluation.
+
+# [Note: losses of a Trainer]
+transformers gives the model the number of all targets of the accumulated batches (`num_items_in_batch`), by which many
+losses divide their sum, and multiplies what comes out by the number of processes, because DDP averages gradients. A
+loss that ignores the number (BERT's, T5's, that of a decoder that classifies) is then too large by the number of
+processes. So with several data ranks the model is not told: its loss is the mean over this rank's targets, and is
+weighted by their share. In one process a loss that ignores the number is a mean for each accumulated batch, and the
+batches' losses are summed; so it is here.
+"""
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from typing_extensions import override
+
+from shardwise.comm.collectives import all_reduce_, broadcast_object
+from shardwise.data.batch import counts_rows, drop_targets, make_up_targets, targets_of
+from shardwise.errors import UnsupportedError
+from shardwise.loss.label_use import check_model_divides
+from shardwise.mesh import Mesh
+from shardwise.optim.summing import multiply_gradients
+from shardwise.parameters.registry import registry_of
+from shardwise.pipeline.runner import runner_of
+from shardwise.runtime.adapter_facts import find_model
+from shardwise.topology.shape import DATA_AXES
+from shardwise.train.one_loss import check_parts
+from shardwise.train.step import TrainStep
+from shardwise.trainer.accelerator import full_tensor
+from shardwise.trainer.rows import Rows, num_rows, without_copies
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object  # the class beside a mixin has the methods that it overrides
+
+_SEVERAL_LABELS = "multi_label_classification"
+
+
+class SharesLosses(_Trainer):
+    """The part of `SplitTrainer` that computes losses.
+
+    Args:
+        num_microbatches: see `SplitTrainer`.
+        token_weighted_eval: see `SplitTrainer`.
+    """
+
+    _mesh: Mesh | None = None
+
+    def __init__(
+        self, *args: Any, num_microbatches: int | None = None, token_weighted_eval: bool = True, **options: Any
+    ) -> None:
+        self._weighs_targets, self._num_microbatches = token_weighted_eval, num_microbatches
+        self._shares: deque[Rows | None] = deque()
+        self._rows: Rows | None = None
+        self._num_targets: Any = None
+        self._eval_sums: Tensor | None = None
+        self._steps: dict[int, TrainStep] = {}
+        super().__init__(*args, **options)
+        if self._mesh is not None:
+            self._check_pipeline()
+            self.accelerator.fills = self._is_pipeline and self._is_default_loss
+
+    @override
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """Returns the batches of a step, in which copies of rows have no targets, and the number of targets."""
+        if self._mesh is not None:
+            self._shares.clear()
+            epoch_iterator = self._without_copies(epoch_iterator)
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def _without_copies(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._shares.append(rows := self.accelerator.rows_of_last_batch())
+            yield without_copies(batch, rows, self.model)
+
+    @override
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """Counts the tokens of all data ranks' rows, without copies."""
+        if (rows := self._rows) is not None and rows.own < rows.held:
+            inputs = {name: value[: rows.own] for name, value in inputs.items() if isinstance(value, Tensor)}
+        super()._track_num_input_tokens(inputs)
+
+    @override
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Runs forward and backward of a batch; in a pipeline, through a `TrainStep`.
+
+        Communicates: as the model's forward and backward, or as `TrainStep`.
+        """
+        if self._mesh is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        self._rows = self._shares.popleft() if self._shares else None
+        if not self._is_pipeline:
+            self._mesh.note_step()
+            return super().training_step(model, inputs, num_items_in_batch)
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            return self._step_through_stages(inputs, num_items_in_batch)
+
+    def _step_through_stages(self, inputs: dict[str, Any], num_items: Any) -> Tensor:
+        assert self._mesh is not None
+        held = num_rows(inputs)
+        number = self._num_microbatches or _fitting_microbatches(self.model, held)
+        if number not in self._steps:
+            self._steps[number] = TrainStep(self.model, self._mesh, num_microbatches=number)
+        if missing := -held % number:
+            if not make_up_targets(inputs) or counts_rows(find_model(self.model)):
+                raise _refuse_numbers(held, number)
+            refilled = {name: _refilled(each, held, held + missing) for name, each in inputs.items()}
+            inputs = drop_targets(refilled, held)
+        is_scaled = num_items is not None and self.model_accepts_loss_kwargs
+        weight: Any = 1.0 if is_scaled else 1 / self.current_gradient_accumulation_steps
+        if is_scaled and self._takes_num_items(inputs):
+            weight = self._sum_over_data(self._target_count(inputs)) / num_items
+        # A batch without targets has a loss of 0, so that any weight is right.
+        weight = torch.where(weight > 0, weight, 1.0) if isinstance(weight, Tensor) else weight
+        multiply_gradients(self.model.parameters(), 1 / weight)  # of earlier batches, to which the step adds its own
+        result = self._steps[number](inputs)
+        multiply_gradients(self.model.parameters(), weight)
+        return result.loss * weight
+
+    @override
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Returns the loss as this rank's share of the loss over all data ranks' rows; see [Note: losses of a Trainer].
+
+        Communicates: as the model's forward; with several data ranks, where the loss takes no `num_items_in_batch`, one
+        all-reduce of a number.
+        """
+        compute, mesh = super().compute_loss, self._mesh
+        if mesh is None:
+            return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        is_counted = num_items_in_batch is not None and self._takes_num_items(inputs)
+        own = self._target_count(inputs)
+        if mesh.data_size == 1 or (is_counted and not self._is_default_loss):
+            self._num_targets = num_items_in_batch if is_counted else own
+            return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        self._num_targets = total = torch.as_tensor(num_items_in_batch) if is_counted else self._sum_over_data(own)
+        if self._is_default_loss:
+            made_up = make_up_targets(inputs)
+            if self.model.training:
+                check_model_divides(self.model, mesh.data_size)
+            check_parts(self.model, inputs, mesh)
+            inputs = {**inputs, **{name: torch.where(own > 0, inputs[name], made_up[name]) for name in made_up}}
+        # Without the number of targets every loss is a mean over this rank's.
+        result = compute(model, inputs, return_outputs=return_outputs)
+        loss = result[0] if return_outputs else result
+        loss = loss * (own / total.clamp(min=1.0) * mesh.data_size)
+        return (loss, *result[1:]) if return_outputs else loss
+
+    def _target_count(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Returns the number of this rank's targets, float32 scalar: tokens or rows."""
+        if self._rows is not None and self._rows.own == 0:
+            return torch.zeros((), device=self.args.device)
+        count = targets_of(self.model, inputs) if self._is_default_loss else None
+        return torch.as_tensor(
+            num_rows(inputs) if count is None else count, dtype=torch.float32, device=self.args.device
+        )
+
+    def _sum_over_data(self, value: Tensor) -> Tensor:
+        assert self._mesh is not None
+        total = value.clone()
+        if (group := self._mesh.group(*DATA_AXES)) is not None:
+            all_reduce_(total, group)
+        return total
+
+    @property
+    def _is_default_loss(self) -> bool:
+        """Whether the loss is what the model returns, and not a function's or a subclass's."""
+        is_plain = self.compute_loss_func is None and self.label_smoother is None
+        beside = super().compute_loss
+        return is_plain and getattr(beside, "__func__", beside) is transformers.Trainer.compute_loss
+
+    def _takes_num_items(self, inputs: Mapping[str, Any]) -> bool:
+        """Returns whether the loss is a sum divided by `num_items_in_batch`, and not a mean."""
+        if not self._is_default_loss:
+            return bool(self.compute_loss_func or self.label_smoother or self.model_accepts_loss_kwargs)
+        model, labels = find_model(self.model), inputs.get("labels")
+        is_mean = isinstance(labels, Tensor) and labels.is_floating_point()
+        is_mean = is_mean or counts_rows(model) or getattr(model.config, "problem_type", None) == _SEVERAL_LABELS
+        return bool(self.model_accepts_loss_kwargs) and not is_mean and _passes_numbers_on(type(model).forward)
+
+    @override
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """Evaluates one copy of each row; `eval_loss` is the mean over all targets.
+
+        Communicates: as the model's forward and the gathers of what metrics ask for; for each batch, an all-reduce of a
+        number or two; a broadcast of the metrics.
+        """
+        if self._mesh is None:
+            return super().evaluation_loop(*args, **options)
+        gather = self.accelerator.gather_for_metrics  # Seq2SeqTrainer would keep the rows that fill up the last batch
+        self.gather_function = functools.partial(gather, use_gather_object=self.args.eval_use_gather_object)
+        self._eval_sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        output = super().evaluation_loop(*args, **options)
+        sums, self._eval_sums = self._eval_sums, None
+        name = f"{options.get('metric_key_prefix', 'eval')}_loss"
+        if self._weighs_targets and name in output.metrics and float(sums[1]):
+            output.metrics[name] = float(sums[0] / sums[1])
+        # One answer on all ranks, which decide by it what is best and when to stop.
+        return output._replace(metrics=broadcast_object(output.metrics, self._mesh.group()))
+
+    @override
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Returns loss, logits and labels of a batch; rows that fill up the last one have no part in the loss."""
+        step = super().prediction_step
+        if self._mesh is None:
+            return step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **options)
+        self._rows, self._num_targets = self.accelerator.rows_of_last_batch(), None
+        own = without_copies(inputs, self._rows, self.model)
+        loss, logits, labels = step(model, own, prediction_loss_only, ignore_keys=ignore_keys, **options)
+        if loss is not None:
+            loss = self._mean_over_ranks(loss.detach(), own)
+        return loss, logits, labels
+
+    def _mean_over_ranks(self, loss: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+        """Returns the loss of all data ranks' rows, and adds it to what evaluation sums."""
+        if self._num_targets is None:  # Seq2SeqTrainer generates, and calls the model itself
+            own = self._target_count(inputs)
+            share, total = torch.where(own > 0, loss * own, 0.0), self._sum_over_data(own)
+            mean = self._sum_over_data(share) / total.clamp(min=1.0)
+        else:
+            total = torch.as_tensor(self._num_targets, device=loss.device)
+            assert self._mesh is not None
+            mean = self._sum_over_data(loss) / self._mesh.data_size
+        if self._eval_sums is not None:
+            self._eval_sums += torch.stack([torch.where(total > 0, mean.double() * total, 0.0), total.double()])
+        return mean
+
+    @property
+    def _is_pipeline(self) -> bool:
+        return self._mesh is not None and self._mesh.size("pp") > 1
+
+    def _check_pipeline(self) -> None:
+        if self._is_pipeline and not self._is_default_loss:
+            raise UnsupportedError(
+                f"a loss of {type(self).__name__}'s own over {registry_of(self.model).mesh.shape}",
+                why="the last stage alone has the logits, and computes the loss that the model defines",
+                fix="use a layout without pp",
+            )
+
+
+def _refuse_numbers(num_rows: int, parts: int) -> UnsupportedError:
+    return UnsupportedError(
+        f"a batch of {num_rows} rows in {parts} parts of a pipeline, without labels of classes or tokens",
+        why="copies of rows fill it up, and would count in the loss",
+        fix="use dataloader_drop_last=True, and batches that divide",
+    )
+
+
+@functools.cache
+def _passes_numbers_on(forward: Callable[..., Any]) -> bool:
+    """Returns whether a forward gives its loss function the arguments that it does not name."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
+    except (OSError, TypeError):  # of a class made on the way
+        return True
+    calls = [each for each in ast.walk(tree) if isinstance(each, ast.Call)]
+    given = [each.keywords for each in calls if getattr(each.func, "attr", None) == "loss_function"]
+    return any(keyword.arg is None for keywords in given for keyword in keywords)
+
+
+def _refilled(value: Any, kept: int, held: int) -> Any:
+    """Returns what has `kept` rows with `held` rows, by copies of the last one."""
+    if isinstance(value, tuple | list):
+        return type(value)(_refilled(each, kept, held) for each in value)
+    if isinstance(value, Mapping):
+        return {name: _refilled(each, kept, held) for name, each in value.items()}
+    if not isinstance(value, Tensor) or not value.ndim or value.shape[0] != kept:
+        return value
+    return full_tensor(value)[torch.arange(held, device=value.device).clamp(max=kept - 1)]
+
+
+def _fitting_microbatches(model: nn.Module, num_rows: int) -> int:
+    """Returns a number of microbatches that the schedule supports, and that divides the rows where one does."""
+    runner = runner_of(model)
+    assert runner is not None
+    fewest = runner.plan.num_stages
+    taken = [number for number in range(fewest, 4 * fewest + 1) if runner.takes(number)]
+    return next((number for number in reversed(taken) if num_rows % number == 0), taken[0])
