@@ -17,6 +17,8 @@ from shardwise.trainer.checkpoint import SavesSplitModels
 from shardwise.trainer.losses import SharesLosses
 from shardwise.trainer.state import SavesState
 
+_HIDDEN = ("compute_loss", "evaluation_loop", "get_batch_samples", "prediction_step", "training_step")
+
 
 @functools.cache
 def adapt(trainer: type[Any]) -> type[Any]:
@@ -40,7 +42,16 @@ def adapt(trainer: type[Any]) -> type[Any]:
         from shardwise.trainer.trl_trainers import mixin_for
 
         mixin = mixin_for(trainer)
-    return type(trainer.__name__, (mixin, trainer), {"__doc__": trainer.__doc__, "__module__": __name__})
+    members = {"__doc__": trainer.__doc__, "__module__": __name__, "_adapted": trainer}
+    return type(trainer.__name__, (mixin, trainer), members | {"__init_subclass__": classmethod(_put_around)})
+
+
+def _put_around(cls: type[Any]) -> None:
+    """Makes a subclass of an adapted class that hides the mixin's losses or steps one that is adapted itself."""
+    number = next(number for number, each in enumerate(cls.__mro__) if "_adapted" in vars(each))
+    if any(name in vars(each) for each in cls.__mro__[:number] for name in _HIDDEN):
+        cls.__bases__ = tuple(vars(each).get("_adapted", each) for each in cls.__bases__)
+        cls.__new__ = lambda kind, *_, **__: object.__new__(adapt(kind))  # type: ignore[assignment]
 
 
 def check_overridden(own: type[Any], overridden: type[Any]) -> None:

@@ -71,18 +71,6 @@ class SplitTrainer(SharesLosses, SavesSplitModels):
             _check_arguments(args, self._mesh.shape)
         super().__init__(model, *others, **options)
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Refuses subclasses whose loss or steps would hide those of this class."""
-        super().__init_subclass__(**options)
-        hidden = {"compute_loss", "training_step", "prediction_step", "evaluation_loop", "get_batch_samples"} & {
-            *vars(cls)
-        }
-        if hidden and not cls.__module__.startswith("shardwise."):
-            raise TypeError(
-                f"{cls.__name__} overrides {min(hidden)}, as the Trainer of shardwise.trainer does: derive it from "
-                f"transformers.Trainer, and use shardwise.trainer.adapt({cls.__name__})"
-            )
-
     # The model and its processes
 
     @override
@@ -159,7 +147,7 @@ class SplitTrainer(SharesLosses, SavesSplitModels):
         Raises:
             UnsupportedError: the optimizer is no torch optimizer class over groups of parameters (GaLore, LOMO, Muon).
         """
-        if self._mesh is None:
+        if self._mesh is None or not self._is_own("create_optimizer"):
             return super().create_optimizer(model)
         if self.optimizer is not None:
             held = {id(each) for each in self.model.parameters()}

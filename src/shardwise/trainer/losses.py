@@ -177,9 +177,12 @@ class SharesLosses(_Trainer):
     @property
     def _is_default_loss(self) -> bool:
         """Whether the loss is what the model returns, and not a function's or a subclass's."""
-        is_plain = self.compute_loss_func is None and self.label_smoother is None
-        beside = super().compute_loss
-        return is_plain and getattr(beside, "__func__", beside) is transformers.Trainer.compute_loss
+        return self.compute_loss_func is None and self.label_smoother is None and self._is_own("compute_loss")
+
+    def _is_own(self, name: str) -> bool:
+        """Returns whether the adapted class has a method as transformers has it, and not one of its own."""
+        beside = getattr(super(), name)
+        return getattr(beside, "__func__", beside) is getattr(transformers.Trainer, name)
 
     def _takes_num_items(self, inputs: Mapping[str, Any]) -> bool:
         """Returns whether the loss is a sum divided by `num_items_in_batch`, and not a mean."""
@@ -249,9 +252,9 @@ class SharesLosses(_Trainer):
         return self._mesh is not None and self._mesh.size("pp") > 1
 
     def _check_pipeline(self) -> None:
-        if self._is_pipeline and not self._is_default_loss:
+        if self._is_pipeline and not (self._is_default_loss and self._is_own("training_step")):
             raise UnsupportedError(
-                f"a loss of {type(self).__name__}'s own over {registry_of(self.model).mesh.shape}",
+                f"a loss or a step of {type(self).__name__}'s own over {registry_of(self.model).mesh.shape}",
                 why="the last stage alone has the logits, and computes the loss that the model defines",
                 fix="use a layout without pp",
             )
