@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import tempfile
 
 import pytest
@@ -69,6 +70,14 @@ class Streamed(IterableDataset):
         return (self.rows[row] for row in range(len(self.rows)))
 
 
+class Sharded(Streamed):
+    """Each of several workers reads its own part."""
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info()
+        return itertools.islice(super().__iter__(), worker.id, None, worker.num_workers)
+
+
 # By name: options of the arguments, and what else the Trainer is given; "rows": what makes the data.
 OPTIONS = {
     "label_smoothing": ({"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2}, {}),
@@ -81,6 +90,7 @@ OPTIONS = {
     "checkpointing": ({"activation_checkpointing": True}, {}),
     "workers": ({"dataloader_num_workers": 2}, {}),
     "streamed": ({}, {"rows": Streamed}),
+    "streamed_by_workers": ({"dataloader_num_workers": 2}, {"rows": Sharded}),
     "split_batches": ({"accelerator_config": {"split_batches": True}}, {}),
     "dropped_last": ({"dataloader_drop_last": True}, {}),
     "flattened": ({}, {"data_collator": transformers.DataCollatorWithFlattening(return_seq_idx=False)}),
@@ -117,7 +127,7 @@ def unsplit(option):
 @pytest.mark.parametrize(
     ("layout", "option"),
     [
-        *(("fsdp2", option) for option in OPTIONS if FULL_PRODUCT or option != "workers"),  # half a minute of processes
+        *(("fsdp2", option) for option in OPTIONS if FULL_PRODUCT or "workers" not in option),  # a minute of processes
         *(("tp2", option) for option in ("label_smoothing", "subclass", "no_clipping", "checkpointing", "streamed")),
         *(("pp2", option) for option in ("no_clipping", "checkpointing", "sgd", "streamed")),
     ],

@@ -35,7 +35,7 @@ from shardwise.optim.summing import time_reduction
 from shardwise.parameters.registry import is_split, registry_of
 from shardwise.topology.shape import DATA_AXES
 from shardwise.train.one_loss import mark_copies, share_loss
-from shardwise.trainer.rows import Rows, deal_rows, rows_of_last_batch, without_copies
+from shardwise.trainer.rows import Rows, deal_rows, rows_of_last_batch, take_rows, without_copies
 from shardwise.trainer.state import SavesState
 
 
@@ -46,6 +46,7 @@ class SplitAccelerator(SavesState):
         mesh: the mesh of the split model.
         has_one_loss: whether models that are prepared return the loss of all data ranks; see `prepare`.
         fills: whether every data rank holds as many rows of the last batch; see [Note: uneven ends].
+        rows: of the batch at hand; None: all ranks have as many.
         gathered: the rows of which gathered tensors are made, several entries of each perhaps; None: of all ranks' as
             many.
     """
@@ -53,6 +54,7 @@ class SplitAccelerator(SavesState):
     mesh: Mesh
     has_one_loss = False
     fills = False
+    rows: Rows | None = None
     gathered: Rows | None = None
     flag_tensor: Any
 
@@ -249,17 +251,17 @@ class SplitAccelerator(SavesState):
     @override
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Returns values of all data ranks' rows, without copies."""
-        rows = self.rows_of_last_batch() if self.gathered is None else self.gathered
+        rows = self.rows if self.gathered is None else self.gathered
         if not use_gather_object and _is_all_tensors(input_data):
             return self._gather(input_data, rows)
         own = [*input_data] if rows is None else [*input_data][: rows.own]
         return [row for part in all_gather_objects(own, self.mesh.group(*DATA_AXES)) for row in part]
 
-    def rows_of_last_batch(self) -> Rows | None:
-        """Returns the rows of the batch that is read, if it is the last of its loader; else None."""
+    def take_rows(self, batch: Any) -> Rows | None:
+        """Takes the rows of the batch that was just read out of it, or finds them; None if all ranks have as many."""
         state = self.gradient_state
-        if not state.end_of_dataloader:
-            return None
+        if (rows := take_rows(batch)) is not None or not state.end_of_dataloader:
+            return rows
         if self.mesh.data_size == 1 and state.remainder > 0:  # of a loader that is not dealt
             return Rows((state.remainder,), 0, fills=True)
         return rows_of_last_batch(state.active_dataloader)
@@ -298,14 +300,18 @@ class SplitLoader(DataLoaderShard):
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        models = self.accelerator._models
-        for batch in super().__iter__():
-            rows = rows_of_last_batch(self) if self.end_of_dataloader else None
-            if rows is not None and rows.own == 0:  # whose mean over no targets would be 0/0
-                mark_copies(batch)
-                yield batch
-            else:
-                yield without_copies(batch, rows, next((each for each in models if each.training), None))
+        accelerator = self.accelerator
+        before, models = accelerator.rows, accelerator._models
+        try:
+            for batch in super().__iter__():
+                accelerator.rows = rows = accelerator.take_rows(batch)
+                if rows is not None and rows.own == 0:  # whose mean over no targets would be 0/0
+                    mark_copies(batch)
+                    yield batch
+                else:
+                    yield without_copies(batch, rows, next((each for each in models if each.training), None))
+        finally:
+            accelerator.rows = before
 
 
 class SplitScheduler(AcceleratedScheduler):

@@ -79,7 +79,7 @@ class SharesLosses(_Trainer):
 
     def _without_copies(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
-            self._shares.append(rows := self.accelerator.rows_of_last_batch())
+            self._shares.append(rows := self.accelerator.take_rows(batch))
             yield without_copies(batch, rows, self.model)
 
     @override
@@ -206,7 +206,7 @@ class SharesLosses(_Trainer):
         self.gather_function = functools.partial(gather, use_gather_object=self.args.eval_use_gather_object)
         self._eval_sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         output = super().evaluation_loop(*args, **options)
-        sums, self._eval_sums = self._eval_sums, None
+        sums, self._eval_sums, self.accelerator.rows = self._eval_sums, None, None
         name = f"{options.get('metric_key_prefix', 'eval')}_loss"
         if self._weighs_targets and name in output.metrics and float(sums[1]):
             output.metrics[name] = float(sums[0] / sums[1])
@@ -226,7 +226,8 @@ class SharesLosses(_Trainer):
         step = super().prediction_step
         if self._mesh is None:
             return step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **options)
-        self._rows, self._num_targets = self.accelerator.rows_of_last_batch(), None
+        self._rows = self.accelerator.rows = self.accelerator.take_rows(inputs)
+        self._num_targets = None
         own = without_copies(inputs, self._rows, self.model)
         loss, logits, labels = step(model, own, prediction_loss_only, ignore_keys=ignore_keys, **options)
         if loss is not None:

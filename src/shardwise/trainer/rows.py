@@ -10,7 +10,7 @@ twice.)
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from shardwise.errors import UnsupportedError, counted
 from shardwise.mesh import Mesh
 from shardwise.runtime.adapter_facts import find_model
 
+_ROWS = "shardwise_rows"  # item of a batch
 _KEPT = (
     "collate_fn",
     "generator",
@@ -161,13 +162,12 @@ class RankIterable(IterableDataset[Any]):
         dataset: yields the same rows on every rank.
         batch_size: rows of one rank's batch.
 
-    Attributes:
-        rows: of the last batch that was yielded in this process.
+    Yields:
+        A row, and the `Rows` of its batch: a worker's batches end where the process that reads them cannot know.
     """
 
     def __init__(self, dataset: Any, batch_size: int, dealer: Dealer, *, drop_last: bool) -> None:
         self.dataset, self.batch_size, self.dealer, self.drop_last = dataset, batch_size, dealer, drop_last
-        self.rows: Rows | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the dataset, if it has one."""
@@ -178,12 +178,25 @@ class RankIterable(IterableDataset[Any]):
         number = len(self.dataset) / (self.batch_size * self.dealer.size)
         return (math.floor(number) if self.drop_last else math.ceil(number)) * self.batch_size
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[tuple[Any, Rows]]:
         source = iter(self.dataset)
         full = self.batch_size * self.dealer.size
         while (rows := [*islice(source, full)]) and (len(rows) == full or not self.drop_last):
-            own, self.rows = self.dealer.deal(rows)
-            yield from own
+            own, dealt = self.dealer.deal(rows)
+            yield from ((row, dealt) for row in own)
+
+
+def _collate(collate: Callable[[list[Any]], Any], pairs: list[tuple[Any, Rows]]) -> Any:
+    """Returns the batch of rows with their `Rows`, which `take_rows` takes out."""
+    batch = collate([row for row, _ in pairs])
+    if isinstance(batch, MutableMapping):
+        batch[_ROWS] = pairs[0][1]
+    return batch
+
+
+def take_rows(batch: Any) -> Rows | None:
+    """Takes the `Rows` of a batch of an iterable dataset out of it. Returns None for other batches."""
+    return batch.pop(_ROWS, None) if isinstance(batch, MutableMapping) else None
 
 
 def deal_rows(loader: Any, mesh: Mesh, *, splits: bool, fills: bool) -> Any:
@@ -192,7 +205,7 @@ def deal_rows(loader: Any, mesh: Mesh, *, splits: bool, fills: bool) -> Any:
     Args:
         loader: a `DataLoader` that is the same on every rank. Samplers without a generator get one of rank 0's seed.
         splits: whether a batch of `loader` is one of all data ranks, or one of this rank.
-        fills: see `Rows`. Iterable datasets with workers fill always: the end of their data is not known in time.
+        fills: see `Rows`.
 
     Communicates: a broadcast of a seed over all ranks.
     """
@@ -210,8 +223,8 @@ def deal_rows(loader: Any, mesh: Mesh, *, splits: bool, fills: bool) -> Any:
     size = mesh.data_size
     if isinstance(loader.dataset, IterableDataset):
         each = loader.batch_size // size if splits else loader.batch_size
-        dealer = Dealer(size, mesh.data_rank, fills or loader.num_workers > 0)
-        dealt = RankIterable(loader.dataset, each, dealer, drop_last=loader.drop_last)
+        dealt = RankIterable(loader.dataset, each, Dealer(size, mesh.data_rank, fills), drop_last=loader.drop_last)
+        options["collate_fn"] = partial(_collate, loader.collate_fn)
         return DataLoader(dealt, batch_size=each, drop_last=loader.drop_last, **options)
     own = RankBatchSampler(batches, Dealer(size, mesh.data_rank, fills), splits=splits)
     how: dict[str, Any] = {"sampler": own, "batch_size": None} if is_batched else {"batch_sampler": own}
@@ -219,11 +232,9 @@ def deal_rows(loader: Any, mesh: Mesh, *, splits: bool, fills: bool) -> Any:
 
 
 def rows_of_last_batch(loader: Any) -> Rows | None:
-    """Returns the rows of the last batch of a dealt loader; None if they are not known."""
+    """Returns the rows of the last batch of a dealt loader of a map-style dataset; None for others."""
     found = loader
     while found is not None and not isinstance(found, RankBatchSampler):
-        if isinstance(getattr(found, "dataset", None), RankIterable):
-            return found.dataset.rows
         inner = getattr(found, "batch_sampler", None)
         found = getattr(found, "sampler", None) if inner is None else inner
     return None if found is None else found.rows
