@@ -17,6 +17,7 @@ from shardwise.parameters.replicas import find_unequal_replicas
 from shardwise.trainer import prepare
 from shardwise.trainer.accelerator import SplitAccelerator
 from shardwise.trainer.adapt import check_overridden
+from shardwise.trainer.rows import Rows
 from tests.families import tiny_model
 from tests.oracle import differing
 
@@ -138,6 +139,28 @@ def from_logits(run):
 
 def from_split_logits(mesh):
     return from_logits(split_run(mesh, 5))
+
+
+def of_inputs(run):
+    """Losses of an epoch of 7 rows whose labels are the inputs."""
+    return [run.model(input_ids=each["input_ids"], labels=each["input_ids"]).loss.item() for each in run.loader]
+
+
+def of_split_inputs(mesh):
+    run = split_run(mesh, 7)
+    accelerator = run.accelerator
+    accelerator.rows = Rows((2, 1), mesh.data_rank, fills=False)
+    assert accelerator.gather_for_metrics(torch.ones(1)).tolist() == [1.0, 1.0], "a number of each rank"
+    assert accelerator.gather_for_metrics(torch.ones(3 - mesh.data_rank)).tolist() == [1.0] * 3
+    return of_inputs(run)
+
+
+@pytest.mark.parametrize("layout", ["ddp2"])
+def test_copies_of_inputs_that_are_labels_do_not_count(on_ranks, layout):
+    accelerator = new_accelerator()
+    wanted = of_inputs(Run(accelerator, accelerator.prepare, tiny_model("llama"), number=7))
+    for losses in on_ranks(of_split_inputs):
+        assert losses == pytest.approx(wanted, abs=EXACT)
 
 
 @pytest.mark.parametrize("layout", ["ddp2"])
@@ -355,14 +378,17 @@ def refusals(mesh, directory):
     shardwise.save_checkpoint(directory, model=model, tag="b")
     found.append(said(LoadError, lambda: again.load_state(directory / "b")))
     found.append(said(ConfigError, again.save_state))
-    numbers = [{**each, "labels": torch.zeros(1)} for each in rows(3)]
-    uneven = accelerator.prepare(DataLoader(numbers, 2))
+    numbers = [{**each, "labels": torch.zeros(1)} for each in rows(5)]
+    uneven = accelerator.prepare(DataLoader(numbers[:3], 2))
     model.train()
     found.append(said(UnsupportedError, lambda: [*uneven]))
+    assert len([*accelerator.prepare(DataLoader(numbers, 2))]) == 2  # one rank holds a copy alone
     with accelerator.no_sync(model):
         found.append(said(UnsupportedError, lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0)))
     assert not model.eval().training
-    assert len([*uneven]) == 1
+    (batch,) = uneven
+    batch.pop("row")
+    found.append(said(UnsupportedError, lambda: model(**batch)))
     return found
 
 
@@ -380,6 +406,7 @@ def test_what_cannot_be_is_said(on_ranks, layout, tmp_path):
         "no directory for a checkpoint",
         "a last batch of 3 rows for 2 data ranks, with numbers as labels",
         "clipping gradients that are not reduced yet, over ddp2",
+        "the loss of a last batch of 3 rows for 2 data ranks, with numbers as labels",
     ]
     for found in on_ranks(refusals, directory=tmp_path):
         for text, said in zip(wanted, found, strict=True):

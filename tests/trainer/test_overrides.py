@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import tempfile
 
 import pytest
@@ -38,6 +39,25 @@ class OfRows(transformers.Trainer):
         output = model(**{name: value for name, value in inputs.items() if name != "labels"})
         loss = output.logits.float().logsumexp(-1).mean()
         return (loss, output) if return_outputs else loss
+
+
+class Textbook(transformers.Trainer):
+    """A loss that is a mean over classes, of which a copy alone has none."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        labels = inputs.pop("labels")
+        output = model(**inputs)
+        loss = torch.nn.functional.cross_entropy(output.logits, labels)
+        return (loss, output) if return_outputs else loss
+
+
+def squares(output, labels, num_items_in_batch=None):
+    return (output.logits.squeeze(-1) - labels).square().sum() / num_items_in_batch
+
+
+def doubled(examples):
+    """Two rows of each example."""
+    return transformers.default_data_collator([row for row in examples for _ in range(2)])
 
 
 class Counting:
@@ -84,6 +104,10 @@ OPTIONS = {
     "compute_loss_func": ({}, {"compute_loss_func": own_loss}),
     "subclass": ({"gradient_accumulation_steps": 2}, {"trainer": OfRows}),
     "subclass_of_ours": ({}, {"trainer": Theirs, "ours": Ours}),
+    "textbook": ({}, {"trainer": Textbook, "family": "bert"}),
+    "numbers": ({}, {"compute_loss_func": squares, "family": "numbers"}),
+    "smoothed": ({"label_smoothing_factor": 0.1}, {"family": "gemma3"}),
+    "doubled": ({}, {"data_collator": doubled}),
     "no_clipping": ({"max_grad_norm": 0.0, "include_num_input_tokens_seen": "all"}, {}),
     "sgd": ({"optim": "sgd"}, {}),
     "adagrad": ({"optim": "adagrad", "lr_scheduler_type": "cosine", "warmup_steps": 2}, {}),
@@ -100,14 +124,16 @@ OPTIONS = {
 def train(mesh, option, directory):
     options, beside = OPTIONS[option]
     beside = dict(beside)
+    family = beside.pop("family", "llama")
     kind, rows = adapt(beside.pop("trainer", transformers.Trainer)), beside.pop("rows", Rows)
     kind = beside.pop("ours", kind)
     split = 1 if "accelerator_config" in options else mesh.data_size
     given = arguments(directory, split, max_steps=6, **options)
-    run = kind(shardwise.parallelize(build("llama"), mesh), given, train_dataset=rows("llama", 13), **beside)
+    run = kind(shardwise.parallelize(build(family), mesh), given, train_dataset=rows(family, 13), **beside)
     run.train()
     assert not find_unequal_replicas(run.model)
     assert getattr(run, "num_calls", run.state.global_step) == run.state.global_step
+    assert math.isfinite(run.evaluate(Rows(family, 5))["eval_loss"])
     return curve(run), run.state.num_input_tokens_seen, run.state.total_flos
 
 
@@ -115,11 +141,12 @@ def train(mesh, option, directory):
 def unsplit(option):
     options, beside = OPTIONS[option]
     beside = dict(beside)
+    family = beside.pop("family", "llama")
     kind, rows = beside.pop("trainer", transformers.Trainer), beside.pop("rows", Rows)
     beside.pop("ours", None)
     with tempfile.TemporaryDirectory() as directory:
         given = arguments(directory, max_steps=6, **options)
-        run = kind(build("llama"), given, train_dataset=rows("llama", 13), **beside)
+        run = kind(build(family), given, train_dataset=rows(family, 13), **beside)
         run.train()
     return curve(run), run.state.num_input_tokens_seen
 
@@ -263,13 +290,13 @@ def test_an_overridden_method_that_changes_is_an_error_with_its_name():
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 2), (3, 2), (4, 2), (5, 4), (8, 4)])
 def test_parts_hold_each_row_once_and_then_copies(num_rows, size):
     rows = list(range(num_rows))
-    filled = [Dealer(size, rank, fills=True).deal(rows) for rank in range(size)]
+    filled = [Dealer(size, rank, 9, fills=True).deal(rows) for rank in range(size)]
     assert len({len(part) for part, _ in filled}) == 1
     assert [row for part, dealt in filled for row in part[: dealt.own]] == rows
-    for part, dealt in (Dealer(size, rank, fills=False).deal(rows) for rank in range(size)):
-        assert (
-            (part, dealt.held) == (rows[:1], 1) if dealt.own == 0 else (filled[dealt.rank][0][: dealt.own], dealt.own)
-        )
+    for rank in range(size):
+        part, dealt = Dealer(size, rank, 9, fills=False).deal(rows)
+        assert len(part) == dealt.held
+        assert part == (filled[rank][0][: dealt.own] or rows[:1])
 
 
 @pytest.mark.single

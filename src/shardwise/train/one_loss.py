@@ -7,8 +7,9 @@ replace the loss in its output. The value is the mean over all targets of all da
 The gradient is this rank's share of that mean. A caller may log it, or add a term to it.
 """
 
+import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.collectives import Group, all_reduce_
-from shardwise.data.batch import check_divides, make_up_targets, target_names, targets_of
+from shardwise.data.batch import check_divides, counts_rows, drop_targets, make_up_targets, target_names, targets_of
+from shardwise.errors import UnsupportedError
 from shardwise.loss.label_use import check_model_divides
 from shardwise.mesh import Mesh
 from shardwise.optim.gradients import Gradients, gradients_of
@@ -27,14 +29,26 @@ from shardwise.runtime.linear import apply_mixin
 from shardwise.topology.shape import DATA_AXES
 
 _HOOKS = "_shardwise_loss_hooks"
-_COPIED = "_shardwise_copied"
+_ROWS = "_shardwise_rows"
 
 
-def mark_copies(batch: Any) -> None:
-    """Marks the tensors of a batch of copied rows, in place: their targets count nothing in one loss for all."""
-    for value in batch.values() if isinstance(batch, Mapping) else ():
+def mark_rows(batch: Any, counts: Sequence[int], rank: int) -> Any:
+    """Returns a batch with views of its tensors, which know how many of their rows are copies.
+
+    Copies are the last rows, and count nothing in one loss for all where a marked tensor is given to the model.
+
+    Args:
+        counts: the number of rows of each data rank, without copies.
+        rank: this data rank.
+    """
+    if not isinstance(batch, Mapping):
+        return batch
+    marked: Any = copy.copy(batch)
+    for name, value in batch.items():
         if isinstance(value, Tensor):
-            setattr(value, _COPIED, True)
+            marked[name] = value.view_as(value)
+            setattr(marked[name], _ROWS, (tuple(counts), rank))
+    return marked
 
 
 def check_parts(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh) -> None:
@@ -115,12 +129,13 @@ class LossHooks:
         if self._gradients.is_in_step:
             return None
         batch = dict(zip(self._names, args, strict=False)) | kwargs
-        # A sum that the caller divides by a number of targets, all ranks' perhaps, is the caller's to put together.
-        count = None if batch.get("num_items_in_batch") is not None else targets_of(model, batch)
+        if batch.get("num_items_in_batch") is not None:
+            return None  # A sum that the caller divides by a number of targets is the caller's to put together.
+        batch, is_copied = _without_copies(model, batch)
+        count = targets_of(model, batch)
         if count is None:
             return None
-        if any(hasattr(batch.get(name), _COPIED) for name in target_names(model)):
-            count = torch.zeros(())
+        count = torch.zeros(()) if is_copied else count
         self._count = torch.as_tensor(count, dtype=torch.float32, device=self._gradients.registry.mesh.device)
         check_parts(model, batch, self._gradients.registry.mesh)
         changed: dict[str, Tensor] = {}
@@ -128,7 +143,7 @@ class LossHooks:
             # Other ranks wait for this one's gradients. The mean over no targets is 0/0, so some are made up: they
             # count nothing.
             made_up = make_up_targets(batch)
-            changed = {name: torch.where(count > 0, batch[name], own) for name, own in made_up.items()}
+            changed = {name: torch.where(self._count > 0, batch[name], own) for name, own in made_up.items()}
         return (args, kwargs | changed) if changed.keys() <= kwargs.keys() else ((), batch | changed)
 
     def _replace_loss(self, model: nn.Module, args: Any, kwargs: Any, output: Any, *, is_shared: bool = False) -> Any:
@@ -148,6 +163,23 @@ class LossHooks:
             return (mean, *output[1:])
         output["loss"] = mean
         return output
+
+
+def _without_copies(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Any, bool]:
+    """Returns a batch without the targets of copies that `mark_rows` has marked, and whether all rows are copies."""
+    marks = [getattr(batch[name], _ROWS, None) for name in target_names(model) if batch.get(name) is not None]
+    counts, rank = next((mark for mark in marks if mark is not None), ((), 0))
+    if not counts:
+        return batch, False
+    labels = batch.get("labels")
+    is_number = counts_rows(find_model(model)) or (isinstance(labels, Tensor) and labels.is_floating_point())
+    if is_number and any(0 < count < max(counts) for count in counts):
+        raise UnsupportedError(
+            f"the loss of a last batch of {sum(counts)} rows for {len(counts)} data ranks, with numbers as labels",
+            why="copies of rows fill it up, and would count",
+            fix="use drop_last=True, a number of rows that divides, or no labels",
+        )
+    return (batch if is_number else drop_targets(batch, counts[rank])), counts[rank] == 0
 
 
 class _InStages:

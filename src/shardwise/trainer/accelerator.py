@@ -34,7 +34,7 @@ from shardwise.optim.gradients import gradients_of
 from shardwise.optim.summing import time_reduction
 from shardwise.parameters.registry import is_split, registry_of
 from shardwise.topology.shape import DATA_AXES
-from shardwise.train.one_loss import mark_copies, share_loss
+from shardwise.train.one_loss import mark_rows, share_loss
 from shardwise.trainer.rows import Rows, deal_rows, rows_of_last_batch, take_rows, without_copies
 from shardwise.trainer.state import SavesState
 
@@ -237,9 +237,14 @@ class SplitAccelerator(SavesState):
             whole = whole[None] if whole.ndim == 0 else whole
             if rows is None:
                 return whole if group is None else torch.cat(all_gather_list(whole.contiguous(), group))
+            if rows.fills or group is None or value.ndim == 0:
+                most = [whole.shape[0]] * len(rows.counts)
+            else:
+                most = [
+                    int(each) for each in all_gather_list(whole.new_tensor(whole.shape[0], dtype=torch.int64), group)
+                ]
             per_row = max(1, whole.shape[0] // rows.held) if self.gathered is not None else 1
-            most = whole.shape[0] if rows.fills or value.ndim == 0 else max(rows.counts)
-            sizes = [min(count, most) * per_row for count in rows.counts]
+            sizes = [min(count * per_row, each) for count, each in zip(rows.counts, most, strict=True)]
             own = whole[: sizes[rank]]
             filled = whole.new_zeros(max(sizes), *whole.shape[1:])
             filled[: len(own)] = own
@@ -254,7 +259,8 @@ class SplitAccelerator(SavesState):
         rows = self.rows if self.gathered is None else self.gathered
         if not use_gather_object and _is_all_tensors(input_data):
             return self._gather(input_data, rows)
-        own = [*input_data] if rows is None else [*input_data][: rows.own]
+        own = [*input_data]
+        own = own[: rows.own] if rows is not None and len(own) == rows.held else own
         return [row for part in all_gather_objects(own, self.mesh.group(*DATA_AXES)) for row in part]
 
     def take_rows(self, batch: Any) -> Rows | None:
@@ -305,11 +311,11 @@ class SplitLoader(DataLoaderShard):
         try:
             for batch in super().__iter__():
                 accelerator.rows = rows = accelerator.take_rows(batch)
-                if rows is not None and rows.own == 0:  # whose mean over no targets would be 0/0
-                    mark_copies(batch)
-                    yield batch
-                else:
-                    yield without_copies(batch, rows, next((each for each in models if each.training), None))
+                own = without_copies(batch, rows, next((each for each in models if each.training), None))
+                if rows is not None and rows.is_uneven:
+                    # The mean over no targets would be 0/0 in a loss of one's own.
+                    own = mark_rows(own if rows.own else batch, rows.counts, rows.rank)
+                yield own
         finally:
             accelerator.rows = before
 

@@ -86,7 +86,8 @@ class SharesLosses(_Trainer):
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         """Counts the tokens of all data ranks' rows, without copies."""
         if (rows := self._rows) is not None and rows.own < rows.held:
-            inputs = {name: value[: rows.own] for name, value in inputs.items() if isinstance(value, Tensor)}
+            tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.ndim}
+            inputs = {name: value[: rows.own] for name, value in tensors.items()}
         super()._track_num_input_tokens(inputs)
 
     @override
@@ -142,30 +143,33 @@ class SharesLosses(_Trainer):
             return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         is_counted = num_items_in_batch is not None and self._takes_num_items(inputs)
         own = self._target_count(inputs)
-        if mesh.data_size == 1 or (is_counted and not self._is_default_loss):
-            self._num_targets = num_items_in_batch if is_counted else own
+        counted = {"num_items_in_batch": num_items_in_batch} if is_counted else {}
+        self._num_targets = total = num_items_in_batch if is_counted else own
+        if mesh.data_size == 1:
             return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
-        self._num_targets = total = torch.as_tensor(num_items_in_batch) if is_counted else self._sum_over_data(own)
+        if not is_counted:
+            self._num_targets = total = self._sum_over_data(own)
         if self._is_default_loss:
-            made_up = make_up_targets(inputs)
             if self.model.training:
                 check_model_divides(self.model, mesh.data_size)
             check_parts(self.model, inputs, mesh)
+            counted = {}  # without the number of targets every loss is a mean over this rank's
+        has_rows = self._rows is None or self._rows.own > 0
+        if self._is_default_loss or not has_rows:  # the mean over no targets is 0/0
+            made_up = make_up_targets(inputs)
             inputs = {**inputs, **{name: torch.where(own > 0, inputs[name], made_up[name]) for name in made_up}}
-        # Without the number of targets every loss is a mean over this rank's.
-        result = compute(model, inputs, return_outputs=return_outputs)
+        result = compute(model, inputs, return_outputs=return_outputs, **counted)
         loss = result[0] if return_outputs else result
-        loss = loss * (own / total.clamp(min=1.0) * mesh.data_size)
+        loss = loss * (float(has_rows) if counted else own / torch.as_tensor(total).clamp(min=1.0) * mesh.data_size)
         return (loss, *result[1:]) if return_outputs else loss
 
     def _target_count(self, inputs: Mapping[str, Any]) -> Tensor:
         """Returns the number of this rank's targets, float32 scalar: tokens or rows."""
-        if self._rows is not None and self._rows.own == 0:
-            return torch.zeros((), device=self.args.device)
-        count = targets_of(self.model, inputs) if self._is_default_loss else None
-        return torch.as_tensor(
-            num_rows(inputs) if count is None else count, dtype=torch.float32, device=self.args.device
-        )
+        count: Any = num_rows(inputs) if self._rows is None else self._rows.own
+        smooths = self.label_smoother is not None and self.compute_loss_func is None
+        if count and (self._is_default_loss or (smooths and self._is_own("compute_loss"))):
+            count = found if (found := targets_of(self.model, inputs)) is not None else count
+        return torch.as_tensor(count, dtype=torch.float32, device=self.args.device)
 
     def _sum_over_data(self, value: Tensor) -> Tensor:
         assert self._mesh is not None
@@ -187,7 +191,8 @@ class SharesLosses(_Trainer):
     def _takes_num_items(self, inputs: Mapping[str, Any]) -> bool:
         """Returns whether the loss is a sum divided by `num_items_in_batch`, and not a mean."""
         if not self._is_default_loss:
-            return bool(self.compute_loss_func or self.label_smoother or self.model_accepts_loss_kwargs)
+            function = self.compute_loss_func or self.label_smoother or super().compute_loss
+            return bool(self.compute_loss_func or self.model_accepts_loss_kwargs) and _reads_number(function)
         model, labels = find_model(self.model), inputs.get("labels")
         is_mean = isinstance(labels, Tensor) and labels.is_floating_point()
         is_mean = is_mean or counts_rows(model) or getattr(model.config, "problem_type", None) == _SEVERAL_LABELS
@@ -272,13 +277,25 @@ def _refuse_numbers(num_rows: int, parts: int) -> UnsupportedError:
 @functools.cache
 def _passes_numbers_on(forward: Callable[..., Any]) -> bool:
     """Returns whether a forward gives its loss function the arguments that it does not name."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
-    except (OSError, TypeError):  # of a class made on the way
-        return True
-    calls = [each for each in ast.walk(tree) if isinstance(each, ast.Call)]
+    calls = [each for each in _nodes_of(forward) if isinstance(each, ast.Call)]
     given = [each.keywords for each in calls if getattr(each.func, "attr", None) == "loss_function"]
-    return any(keyword.arg is None for keywords in given for keyword in keywords)
+    return not calls or any(keyword.arg is None for keywords in given for keyword in keywords)
+
+
+def _reads_number(function: Any) -> bool:
+    """Returns whether a loss function reads `num_items_in_batch`, or any arguments that it does not name."""
+    nodes = _nodes_of(function if inspect.isroutine(function) else type(function).__call__)
+    read = {each.id for each in nodes if isinstance(each, ast.Name)}
+    variadic = {each.kwarg.arg for each in nodes if isinstance(each, ast.arguments) and each.kwarg is not None}
+    return not nodes or not read.isdisjoint({"num_items_in_batch", *variadic})
+
+
+def _nodes_of(function: Callable[..., Any]) -> list[ast.AST]:
+    """Returns the nodes of a function's code; none if it is not known."""
+    try:
+        return [*ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))))]
+    except (OSError, TypeError, SyntaxError):  # made on the way, a lambda inside of a call
+        return []
 
 
 def _refilled(value: Any, kept: int, held: int) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from shardwise.comm.collectives import broadcast_object
-from shardwise.data.batch import counts_rows, drop_targets, is_medium
+from shardwise.data.batch import IGNORED, counts_rows, drop_targets, is_medium
 from shardwise.errors import UnsupportedError, counted
 from shardwise.mesh import Mesh
 from shardwise.runtime.adapter_facts import find_model
@@ -68,21 +68,35 @@ class Rows(NamedTuple):
         """Whether a rank has fewer rows than another."""
         return len({*self.counts}) > 1
 
+    @property
+    def has_partial_copies(self) -> bool:
+        """Whether a rank holds rows and copies."""
+        return self.fills and any(0 < count < self.held for count in self.counts)
+
 
 class Dealer(NamedTuple):
-    """How batches of all data ranks are divided: for `size` data ranks, of which this is `rank`; see `Rows.fills`."""
+    """How batches of all data ranks are divided.
+
+    Attributes:
+        size: number of data ranks.
+        rank: this data rank.
+        batch_size: rows of one rank's full batch.
+        fills: see `Rows`.
+    """
 
     size: int
     rank: int
+    batch_size: int
     fills: bool
 
-    def deal(self, rows: list[Any]) -> tuple[list[Any], Rows]:
-        """Returns this rank's run of the rows, with copies, and the numbers of all ranks' rows."""
+    def deal(self, rows: list[Any]) -> tuple[list[Any], Rows | None]:
+        """Returns this rank's run of the rows, with copies, and the numbers of all ranks' rows; None if full."""
         each = math.ceil(len(rows) / self.size)
         counts = tuple(max(0, min(each, len(rows) - rank * each)) for rank in range(self.size))
         dealt = Rows(counts, self.rank, self.fills)
         own = rows[self.rank * each : (self.rank + 1) * each]
-        return own + [rows[0]] * (dealt.held - len(own)), dealt
+        own += [rows[0]] * (dealt.held - len(own))
+        return own, None if len(rows) == self.size * self.batch_size else dealt
 
 
 class RankBatchSampler(BatchSampler):
@@ -90,16 +104,18 @@ class RankBatchSampler(BatchSampler):
 
     Args:
         batch_sampler: yields lists of indices, equal on all ranks: of this rank's rows, or of all data ranks' rows.
+        size: number of data ranks.
+        rank: this data rank.
         splits: whether a batch of `batch_sampler` is one of all data ranks.
+        fills: see `Rows`.
 
     Attributes:
         batch_size: rows of one rank's full batch.
-        rows: of the last batch that was yielded.
+        rows: of the last batch that was yielded; None if it was full.
     """
 
-    def __init__(self, batch_sampler: Any, dealer: Dealer, *, splits: bool) -> None:
-        self.batch_sampler, self.dealer, self.size, self.splits = batch_sampler, dealer, dealer.size, splits
-        size = self.size
+    def __init__(self, batch_sampler: Any, size: int, rank: int, *, splits: bool, fills: bool) -> None:
+        self.batch_sampler, self.size, self.splits = batch_sampler, size, splits
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         given = getattr(batch_sampler, "batch_size", None)
         if given is None or (splits and given % size):
@@ -109,6 +125,7 @@ class RankBatchSampler(BatchSampler):
                 fix=f"use a batch size that divides by {size}" if given else "give it one",
             )
         self.batch_size = given // size if splits else given
+        self.dealer = Dealer(size, rank, self.batch_size, fills)
         self.rows: Rows | None = None
 
     @property
@@ -160,14 +177,14 @@ class RankIterable(IterableDataset[Any]):
 
     Args:
         dataset: yields the same rows on every rank.
-        batch_size: rows of one rank's batch.
 
     Yields:
-        A row, and the `Rows` of its batch: a worker's batches end where the process that reads them cannot know.
+        A row, and the `Rows` of its batch; None if it is full. A worker's batches end where the process that reads them
+            cannot know.
     """
 
-    def __init__(self, dataset: Any, batch_size: int, dealer: Dealer, *, drop_last: bool) -> None:
-        self.dataset, self.batch_size, self.dealer, self.drop_last = dataset, batch_size, dealer, drop_last
+    def __init__(self, dataset: Any, dealer: Dealer, *, drop_last: bool) -> None:
+        self.dataset, self.dealer, self.drop_last = dataset, dealer, drop_last
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the dataset, if it has one."""
@@ -175,18 +192,18 @@ class RankIterable(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        number = len(self.dataset) / (self.batch_size * self.dealer.size)
-        return (math.floor(number) if self.drop_last else math.ceil(number)) * self.batch_size
+        number = len(self.dataset) / (self.dealer.batch_size * self.dealer.size)
+        return (math.floor(number) if self.drop_last else math.ceil(number)) * self.dealer.batch_size
 
-    def __iter__(self) -> Iterator[tuple[Any, Rows]]:
+    def __iter__(self) -> Iterator[tuple[Any, Rows | None]]:
         source = iter(self.dataset)
-        full = self.batch_size * self.dealer.size
+        full = self.dealer.batch_size * self.dealer.size
         while (rows := [*islice(source, full)]) and (len(rows) == full or not self.drop_last):
             own, dealt = self.dealer.deal(rows)
             yield from ((row, dealt) for row in own)
 
 
-def _collate(collate: Callable[[list[Any]], Any], pairs: list[tuple[Any, Rows]]) -> Any:
+def _collate(collate: Callable[[list[Any]], Any], pairs: list[tuple[Any, Rows | None]]) -> Any:
     """Returns the batch of rows with their `Rows`, which `take_rows` takes out."""
     batch = collate([row for row, _ in pairs])
     if isinstance(batch, MutableMapping):
@@ -220,13 +237,13 @@ def deal_rows(loader: Any, mesh: Mesh, *, splits: bool, fills: bool) -> Any:
     options = {name: getattr(loader, name) for name in _KEPT}
     if isinstance(seeds := loader.worker_init_fn, partial) and "rank" in seeds.keywords:  # transformers' seed_worker
         options["worker_init_fn"] = partial(seeds.func, *seeds.args, **{**seeds.keywords, "rank": mesh.data_rank})
-    size = mesh.data_size
+    size, rank = mesh.data_size, mesh.data_rank
     if isinstance(loader.dataset, IterableDataset):
         each = loader.batch_size // size if splits else loader.batch_size
-        dealt = RankIterable(loader.dataset, each, Dealer(size, mesh.data_rank, fills), drop_last=loader.drop_last)
+        dealt = RankIterable(loader.dataset, Dealer(size, rank, each, fills), drop_last=loader.drop_last)
         options["collate_fn"] = partial(_collate, loader.collate_fn)
         return DataLoader(dealt, batch_size=each, drop_last=loader.drop_last, **options)
-    own = RankBatchSampler(batches, Dealer(size, mesh.data_rank, fills), splits=splits)
+    own = RankBatchSampler(batches, size, rank, splits=splits, fills=fills)
     how: dict[str, Any] = {"sampler": own, "batch_size": None} if is_batched else {"batch_sampler": own}
     return DataLoader(loader.dataset, **how, **options)
 
@@ -258,15 +275,25 @@ def without_copies(batch: Any, rows: Rows | None, model: nn.Module | None) -> An
     """
     if rows is None or not rows.is_uneven or not isinstance(batch, Mapping):
         return batch
-    labels, what = batch.get("labels"), ""
-    if rows.fills and num_rows(batch) != rows.held:
-        what = "which the collator joins"
-    elif rows.fills and model is not None and isinstance(labels, Tensor):
-        what = "with numbers as labels" if labels.is_floating_point() or counts_rows(find_model(model)) else ""
-    if what:
-        raise UnsupportedError(
-            f"a last batch of {sum(rows.counts)} rows for {len(rows.counts)} data ranks, {what}",
-            why="copies of rows fill it up, and would count in the loss",
-            fix="drop the last batch (drop_last=True, dataloader_drop_last=True), or use a number of rows that divides",
-        )
-    return drop_targets(batch, rows.own)
+    labels = batch.get("labels")
+    is_float = isinstance(labels, Tensor) and labels.is_floating_point()
+    is_number = is_float or (labels is not None and model is not None and counts_rows(find_model(model)))
+    if rows.has_partial_copies and num_rows(batch) != rows.held:
+        raise _refuse_copies(rows, "which the collator joins")
+    if rows.has_partial_copies and model is not None and is_number:
+        raise _refuse_copies(rows, "with numbers as labels")
+    if rows.own > 0:
+        return drop_targets(batch, rows.own) if rows.fills else batch
+    dropped = drop_targets(batch, 0)
+    if isinstance(labels, Tensor) and is_float:
+        dropped["labels"] = torch.full_like(labels, IGNORED)  # which transformers does not count
+    return dropped
+
+
+def _refuse_copies(rows: Rows, what: str) -> UnsupportedError:
+    """Returns the error for a batch in which copies would count."""
+    return UnsupportedError(
+        f"a last batch of {sum(rows.counts)} rows for {len(rows.counts)} data ranks, {what}",
+        why="copies of rows fill it up, and would count in the loss",
+        fix="drop the last batch (drop_last=True, dataloader_drop_last=True), or use a number of rows that divides",
+    )
