@@ -28,6 +28,7 @@ from shardwise.compat.neuronx_distributed.parallel_layers import (
     pad_model,
     parallel_cross_entropy,
 )
+from shardwise.compat.warned import CompatWarning
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.train.step import TrainStep
 from tests.families import tiny_model
@@ -143,13 +144,13 @@ def wrapped(mesh, directory):
     model.to(torch.bfloat16)
     found["dtypes"] = {str(each.dtype) for each in model.parameters()}
     padding = nxd.neuronx_distributed_config(2, pad_model=True)
-    for name, build in {
-        "no config": Own,
-        "of transformers": lambda: tiny_model("llama", hidden_size=48, num_attention_heads=3, num_key_value_heads=3),
-    }.items():
-        with pytest.raises(ShardwiseError) as raised:
-            nxd.initialize_parallel_model(padding, build)
-        found[name] = str(raised.value)
+    with pytest.raises(ShardwiseError) as raised:
+        nxd.initialize_parallel_model(padding, Own)
+    found["no config"] = str(raised.value)
+    heads = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}
+    with pytest.raises(ShardwiseError) as raised, pytest.warns(CompatWarning, match="pad_model change nothing"):
+        nxd.initialize_parallel_model(padding, tiny_model, "llama", **heads)
+    found["of transformers"] = str(raised.value)
     with mock.patch.object(TrainStep, "__init__", autospec=True, side_effect=TrainStep.__init__) as built:
         model = nxd.initialize_parallel_model(config, tiny_model, "llama")
         for _ in range(3):
