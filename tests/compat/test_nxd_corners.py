@@ -158,6 +158,9 @@ def wrapped(mesh, directory):
         found["steps built"] = built.call_count
     grouped = Grouped()
     grouped.head_dim = 8  # one key/value head, which both ranks have
+    unfused = nn.Sequential(GQAQKVColumnParallelLinear(8, [16, 16], fuse_qkv=False))
+    with pytest.raises(ConfigError, match="build the layer with fuse_qkv=True"):
+        LoRAModel(unfused, LoraConfig(target_modules="0", save_lora_base=True, merge_lora=True))
     adapted = LoRAModel(grouped, LoraConfig(target_modules=["qkv"]))
     parallel_layers.move_model_to_device(adapted, "cpu")
     shardwise.full_state_dict(adapted)
