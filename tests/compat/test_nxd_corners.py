@@ -183,6 +183,8 @@ def own_file_alone(mesh, directory):
     model = nxd.initialize_parallel_model(nxd.neuronx_distributed_config(2), tiny_model, "llama")
     new = lambda: NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)  # noqa: E731
     optimizer = new()
+    with pytest.warns(CompatWarning, match="grad_norm_groups, pin_layout change nothing"):
+        NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, grad_norm_groups=[[0]], pin_layout=True)
     ids = torch.ones(2, 4, dtype=torch.long)
     model.run_train(input_ids=ids, labels=ids)
     optimizer.step()
