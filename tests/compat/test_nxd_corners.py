@@ -28,6 +28,7 @@ from shardwise.compat.neuronx_distributed.parallel_layers import (
     pad_model,
     parallel_cross_entropy,
 )
+from shardwise.compat.warned import CompatWarning
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.train.step import TrainStep
 from tests.families import tiny_model
@@ -143,13 +144,13 @@ def wrapped(mesh, directory):
     model.to(torch.bfloat16)
     found["dtypes"] = {str(each.dtype) for each in model.parameters()}
     padding = nxd.neuronx_distributed_config(2, pad_model=True)
-    for name, build in {
-        "no config": Own,
-        "of transformers": lambda: tiny_model("llama", hidden_size=48, num_attention_heads=3, num_key_value_heads=3),
-    }.items():
-        with pytest.raises(ShardwiseError) as raised:
-            nxd.initialize_parallel_model(padding, build)
-        found[name] = str(raised.value)
+    with pytest.raises(ShardwiseError) as raised:
+        nxd.initialize_parallel_model(padding, Own)
+    found["no config"] = str(raised.value)
+    heads = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}
+    with pytest.raises(ShardwiseError) as raised, pytest.warns(CompatWarning, match="pad_model change nothing"):
+        nxd.initialize_parallel_model(padding, tiny_model, "llama", **heads)
+    found["of transformers"] = str(raised.value)
     with mock.patch.object(TrainStep, "__init__", autospec=True, side_effect=TrainStep.__init__) as built:
         model = nxd.initialize_parallel_model(config, tiny_model, "llama")
         for _ in range(3):
@@ -157,6 +158,9 @@ def wrapped(mesh, directory):
         found["steps built"] = built.call_count
     grouped = Grouped()
     grouped.head_dim = 8  # one key/value head, which both ranks have
+    unfused = nn.Sequential(GQAQKVColumnParallelLinear(8, [16, 16], fuse_qkv=False))
+    with pytest.raises(ConfigError, match="build the layer with fuse_qkv=True"):
+        LoRAModel(unfused, LoraConfig(target_modules="0", save_lora_base=True, merge_lora=True))
     adapted = LoRAModel(grouped, LoraConfig(target_modules=["qkv"]))
     parallel_layers.move_model_to_device(adapted, "cpu")
     shardwise.full_state_dict(adapted)
@@ -179,6 +183,8 @@ def own_file_alone(mesh, directory):
     model = nxd.initialize_parallel_model(nxd.neuronx_distributed_config(2), tiny_model, "llama")
     new = lambda: NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)  # noqa: E731
     optimizer = new()
+    with pytest.warns(CompatWarning, match="grad_norm_groups, pin_layout change nothing"):
+        NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, grad_norm_groups=[[0]], pin_layout=True)
     ids = torch.ones(2, 4, dtype=torch.long)
     model.run_train(input_ids=ids, labels=ids)
     optimizer.step()

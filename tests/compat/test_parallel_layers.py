@@ -26,7 +26,7 @@ from shardwise.compat.neuronx_distributed.parallel_layers import (
     parallel_cross_entropy,
     random,
 )
-from shardwise.errors import MeshError, ShardwiseError
+from shardwise.errors import LoadError, MeshError, ShardwiseError
 from tests.guards.sources import ROOT
 from tests.oracle import differing, differing_gradients
 
@@ -240,6 +240,11 @@ def details(mesh, directory):
     mappings.reduce_from_tensor_model_parallel_region(mappings.copy_to_tensor_model_parallel_region(x)).sum().backward()
     found["mappings"] = (torch.equal(there, x[:, :2]), x.grad.unique().tolist())
     parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(1)
+    with pytest.raises(LoadError) as raised:
+        parallel_layers.load(directory, nn.Sequential(ColumnParallelLinear(6, 10), RowParallelLinear(10, 3)))
+    found["other sizes"] = str(raised.value)
+    parallel_state.destroy_model_parallel()
     parallel_state.destroy_model_parallel()
     try:
         ColumnParallelLinear(2, 2)
@@ -259,6 +264,7 @@ def test_groups_saving_and_what_is_refused(on_ranks, layout, tmp_path):
     for found in ranks:
         assert found["groups"] == ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0], [1], [2], [3]], True, True, 2, 2)
         assert found["norms"] == [[], []] and found["stepped"]
+        assert "does not fit at ddp4" in found["other sizes"] and "tp and pp sizes" in found["other sizes"]
         assert found["rest"] == {"epoch": 3} and found["loaded"] and found["xser"] and found["from full"]
         assert found["mappings"] == (True, [2.0])
         expected = {

@@ -116,6 +116,11 @@ def test_commands_shown_have_the_options_that_they_need():
             assert has_layout, words
 
 
+def test_evaluations_shown_name_their_data():
+    lines = [line for each in SHELL_SNIPPETS for line in each.text.splitlines() if "evaluate run.yaml" in line]
+    assert lines and all("evaluation.path=" in line for line in lines), lines
+
+
 def test_make_verbs_shown_exist():
     assert make_verbs_shown() <= set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 

@@ -65,6 +65,7 @@ class NeuronZero1Optimizer(NxDOptimizer):
         mesh = current_mesh()
         check_data_groups(sharding_groups, "NeuronZero1Optimizer shards")
         idle = {name: defaults.pop(name) for name in _IDLE.intersection(defaults)}
+        idle["pin_layout"] = pin_layout
         idle["grad_norm_groups"] = grad_norm_groups not in (None, get_tensor_model_parallel_group(as_list=True))
         warn_idle("NeuronZero1Optimizer", "the norm and the states are those of the full parameters", **idle)
         inner = build_sharded(params, optimizer_class, mesh, **defaults)

@@ -97,7 +97,7 @@ def LoRAModel(module: nn.Module, LoraConfig: LoraConfig) -> nn.Module:  # noqa: 
     """Adds adapters to an unsplit model and freezes the base; returns PEFT's model around it.
 
     Raises:
-        ConfigError: no module's name contains a keyword, or PEFT cannot adapt a module.
+        ConfigError: no module's name contains a keyword, PEFT cannot adapt a module, or `merge_lora` could not merge.
         PlanError: the model is already split.
     """
     check_kind("the model of a LoRAModel", module, nn.Module, fix="pass the model, then a LoraConfig")
@@ -105,8 +105,16 @@ def LoRAModel(module: nn.Module, LoraConfig: LoraConfig) -> nn.Module:  # noqa: 
         raise ConfigError(f"the config of a LoRAModel is {LoraConfig!r}", fix="pass a LoraConfig")
     check_unsplit(module)
     config = LoraConfig.for_peft(module)
-    importlib.import_module("shardwise.compat.layers.adapters").register_split_layers(module, config)  # needs PEFT
+    adapters = importlib.import_module("shardwise.compat.layers.adapters")  # needs PEFT
+    adapters.register_split_layers(module, config)
     model = inject(module, config, on_meta=False)
+    adapted = (each.get_base_layer() for each in model.modules() if isinstance(each, adapters.ColumnLora))
+    if LoraConfig.merge_lora and not all(getattr(layer, "fused", True) for layer in adapted):
+        raise ConfigError(
+            "merge_lora of a layer with fuse_qkv=False",
+            why="its three weights share one adapter",
+            fix="build the layer with fuse_qkv=True, or save the adapter alone",
+        )
     model.__dict__["lora_config"] = LoraConfig
     return model
 

@@ -83,7 +83,7 @@ def load(
         The other entries; all entries without a model or optimizer.
 
     Raises:
-        LoadError: there is no such file, or it has no such entry. The same on every rank.
+        LoadError: there is no such file, it has no such entry, or the entry does not fit. The same on every rank.
 
     Communicates: one gather of a small object over all ranks per tp rank: they read one after the other.
     """
@@ -100,7 +100,9 @@ def load(
             state = {model_key: state}
         if model_key not in state:
             raise LoadError(f"{path} has no entry {model_key!r}", why=f"it has {', '.join(map(repr, state))}")
-        target.load_state_dict(state.pop(model_key))
+        fix = "load it at the tp and pp sizes at which it was saved; checkpoints of save_checkpoint fit any"
+        with as_error(LoadError, f"{path} does not fit at {mesh.shape}", RuntimeError, ValueError, fix=fix, limit=300):
+            target.load_state_dict(state.pop(model_key))
         return state
 
     return run_serially(read, mesh.group(), turn=mesh.coord("tp"), num_turns=mesh.size("tp"), doing="loading")

@@ -208,6 +208,8 @@ def split_model(model: nn.Module, nxd_config: Mapping[str, Any]) -> nn.Module:
         adopt_model(model, mesh, policy=policy, recompute=recompute, order=order, pipeline=pipeline)
         check_equal_replicas(model)
     else:
+        why = "it pads parallel layers; the ranks of a model of transformers hold whole heads"
+        warn_idle("neuronx_distributed_config", why, pad_model=nxd_config["pad_model"])
         base.config.return_dict = True  # without it transformers 5 does not run its own models
         spec = ParallelSpec(
             sequence_parallel=nxd_config["sequence_parallel"] and mesh.size("tp") > 1,
