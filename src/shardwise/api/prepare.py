@@ -139,9 +139,7 @@ def _check_cuts(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> None:
 
 
 def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> tuple[SplitPlan, LabelUse | None]:
-    """Runs `decide` on rank 0 for all ranks, whose models and options are equal; also returns the model's use of
-    labels.
-    """
+    """Runs `decide` on rank 0 for all ranks, which must agree; also returns how the model uses its labels."""
     if mesh.shape.world_size == 1:
         return decide(model, mesh.shape, spec), _label_use(model)
     check_options(mesh.shape, spec)

@@ -152,9 +152,7 @@ def load_into(stored: StoredParts, target: LoadTarget, *, put: Put) -> Any:
 
 
 class LoadPlan:
-    """The changes that loading a checkpoint makes on this rank. The constructor checks them; `apply` makes them.
-    Communicates nothing.
-    """
+    """The changes of a load on this rank. The constructor checks them; `apply` makes them. Communicates nothing."""
 
     def __init__(
         self, stored: StoredParts, target: LoadTarget, registry: Registry | None, shards: Mapping[str, LocalShard]

@@ -238,9 +238,7 @@ def load_tokenizer(config: TrainConfig) -> Any:
 
 
 def read_template(tokenizer: Any, chosen: str) -> str:
-    """Returns the chat template in the file `chosen`, or the tokenizer's of that name. Raises `ConfigError` if there is
-    none.
-    """
+    """Returns the chat template in the file `chosen`, or the tokenizer's of that name; else raises `ConfigError`."""
     named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
     if chosen in named:
         return str(named[chosen])

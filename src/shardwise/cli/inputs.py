@@ -144,9 +144,7 @@ def read_data_state(place: str) -> dict[str, int]:
 
 
 def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
-    """Returns the class `name` of torch.optim, or the class at the dotted path `name`. Raises `ConfigError` if there is
-    none.
-    """
+    """Returns the class `name` of torch.optim, or at that dotted path. Raises `ConfigError` if there is none."""
     try:
         value = pkgutil.resolve_name(name if "." in name else f"torch.optim.{name}")
     except (ImportError, AttributeError, ValueError):
@@ -180,9 +178,7 @@ def find_tracker(name: str) -> Any:
 
 
 def find_callback(place: str) -> Any:
-    """Returns the class at `module:Class`, also of a module in the current directory. Raises `ConfigError` if there is
-    none, or it has no `report`.
-    """
+    """Returns the class at `module:Class`, also in the current directory. Raises `ConfigError` if none has `report`."""
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     fix = "write module:Class, such as my_callbacks:Plotter"

@@ -72,9 +72,7 @@ def build_model(
 
 
 def find_run_apart(data: DataConfig, model_config: Any, auto_class: Any) -> DocumentMasking:
-    """Returns how documents in a row are kept from attending to each other. Raises `UnsupportedError` if it is
-    impossible.
-    """
+    """Returns how documents in a row are kept apart in attention. Raises `UnsupportedError` if it is impossible."""
     kind = rows_of(data)
     if kind == "stream":
         return "padded without mask"  # a document sees those before it

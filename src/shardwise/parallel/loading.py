@@ -121,9 +121,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def draw_values(construction: Construction, tensors: list[Tensor], stream: str) -> list[Tensor]:
-    """Returns initial values of recorded tensors;
-    random numbers come from the stream called `stream` ("SEED/MODULE").
-    """
+    """Returns initial values of recorded tensors, random ones from the stream called `stream` ("SEED/MODULE")."""
     digest = hashlib.sha256(stream.encode()).digest()
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -277,11 +275,7 @@ def find_weights(
 
 
 def load_weights(
-    model: PreTrainedModel,
-    registry: Registry,
-    resolution: Resolution,
-    *,
-    dtype: torch.dtype | None,
+    model: PreTrainedModel, registry: Registry, resolution: Resolution, *, dtype: torch.dtype | None
 ) -> None:
     """Fills the parameters and persistent buffers that the checkpoint has; others stay meta. Communicates nothing.
 

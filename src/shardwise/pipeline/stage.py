@@ -47,9 +47,7 @@ _FINDS_ALL_USES = hasattr(torch_backward, "_autograd_grad_for_inputs")  # torch 
 
 
 def detached_alias(x: Tensor) -> Tensor:
-    """Returns `x` as a separate tensor that shares its memory and is no view:
-    it may be detached or written in place.
-    """
+    """Returns a tensor of the memory of `x` that is no view of it: it may be detached or written in place."""
     return torch.ops.aten._unsafe_view(x, x.shape)
 
 

@@ -44,9 +44,7 @@ class Axis:
         return tuple(min(length, (coord + 1) * run) - min(length, coord * run) for coord in range(self.size))
 
     def equal_sizes(self, length: int) -> tuple[int, ...]:
-        """Returns each rank's number of elements if a sequence of `length` divides evenly:
-        lengths are not exchanged.
-        """
+        """Returns each rank's number of elements of an evenly divided `length`, which ranks do not exchange."""
         if length % self.size:
             raise BatchError(
                 f"a sequence of {length} does not divide among {self.size} {self.name} ranks",

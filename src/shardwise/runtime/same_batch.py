@@ -101,9 +101,7 @@ def agree_over_data(
 
 
 def call_fingerprint(context: SplitContext, also: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the facts other than the rows that must be equal on all ranks, as text by name: `also`, autocast,
-    optimizer steps.
-    """
+    """Returns what else than rows must be equal on all ranks, as text by name: `also`, autocast, optimizer steps."""
     autocast = torch.is_autocast_enabled(context.device.type) and torch.get_autocast_dtype(context.device.type)
     described = {name: repr(value) for name, value in also.items()} | {"torch.autocast": str(autocast)}
     return described | describe_steps(context)
