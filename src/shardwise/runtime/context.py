@@ -81,7 +81,6 @@ class SplitContext:
         timeout: timeout of the mesh's process groups.
         same_rows: group of all ranks that must receive the same rows, if it is larger than the tp group (tp and pp).
         has_dropout: whether any module draws random numbers in training.
-        is_compiled: whether layers are compiled. Hooks of compiled layers must not change.
         model_name: class name of the model, for messages.
 
     Attributes of the running step or forward:
@@ -102,7 +101,6 @@ class SplitContext:
     timeout: datetime.timedelta = datetime.timedelta(seconds=600)
     same_rows: Group | None = None
     has_dropout: bool = False
-    is_compiled: bool = False
     model_name: str = "the model"
 
     state: ForwardState = field(default_factory=ForwardState)
