@@ -17,14 +17,14 @@ from shardwise.api.checkpoints import ADAPTER_MODES
 from shardwise.cli.config_file import Problems
 from shardwise.cli.data import find_dataset
 from shardwise.cli.tasks import adapter_options, find_task
-from shardwise.data.config import OF_TEXT, DataConfig, held_out, patterns_of, sources_of
+from shardwise.data.config import OF_TEXT, DataConfig, Problem, held_out, patterns_of, sources_of
 from shardwise.data.corpus import find_files
 from shardwise.data.tables import import_package
 from shardwise.data.tasks import TASKS
 from shardwise.errors import ConfigError, LoadError, ShardwiseError, as_error, did_you_mean
 from shardwise.lora.inject import peft
 from shardwise.plan.options import Compile
-from shardwise.train.run_config import CompilationConfig, Problem, TrainConfig
+from shardwise.train.run_config import CompilationConfig, TrainConfig
 from shardwise.weights.staging import is_url
 from shardwise.weights.write import check_target
 

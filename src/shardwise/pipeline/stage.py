@@ -41,7 +41,8 @@ from shardwise.pipeline.outputs import StageCaches
 from shardwise.runtime.context import SplitContext
 from shardwise.schedule.schedule import Action, Kind
 from shardwise.schedule.timeline import Span
-from shardwise.stages.model import Stages, StageTensor
+from shardwise.stages.model import Stages
+from shardwise.stages.run import StageTensor
 
 _FINDS_ALL_USES = hasattr(torch_backward, "_autograd_grad_for_inputs")  # torch 2.13
 

@@ -23,17 +23,6 @@ Lengths = tuple[int, ...]  # sizes of a forward's arguments that grow by one wit
 
 Cuts = list[tuple[StageTensor, ...]]  # what comes into each stage, and at the end nothing
 
-__all__ = [
-    "LayerContainer",
-    "MayHaveNoParameters",
-    "StageAwareCall",
-    "StageTensor",
-    "StagedModel",
-    "Stages",
-    "cache_parts",
-    "copy_cache",
-]
-
 
 class StagedModel:
     """Mixin of the model: its forward is that of the running stage."""

@@ -44,8 +44,6 @@ from shardwise.runtime.same_batch import agree_over_data, call_fingerprint, chec
 from shardwise.schedule.schedule import Schedule
 from shardwise.topology.shape import DATA_AXES
 
-__all__ = ["Count", "StepResult", "TrainStep", "Weight"]
-
 
 class _Late:
     """Descriptor of a `StepResult` field that waits for its value from the device."""
