@@ -18,7 +18,7 @@ endif
 
 TASKS := text sequence_classification vision audio base
 
-# Tests that together run every private name of torch and transformers (src/shardwise/versions.py).
+# Tests that together run every private name of torch and transformers (tests/guards/private_names.py).
 OLDEST := tests/guards/test_versions.py $(addprefix tests/,$(addsuffix .py,api/test_rehearsal lora/test_product \
 	optim/test_clip optim/test_unused parallel/test_compiled parallel/test_fsdp parallel/test_generate \
 	parallel/test_loading pipeline/test_forward pipeline/test_loops runtime/test_outputs train/test_routed \

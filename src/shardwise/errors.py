@@ -24,26 +24,6 @@ import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-__all__ = [
-    "BatchError",
-    "ConfigError",
-    "GradientError",
-    "LayoutError",
-    "LoadError",
-    "MeshError",
-    "PlanError",
-    "RankError",
-    "ShardwiseError",
-    "UnsupportedError",
-    "VerificationError",
-    "as_error",
-    "counted",
-    "did_you_mean",
-    "listed",
-    "one_line",
-    "sized",
-]
-
 _CONTINUATION = "\n" + " " * len("  why: ")
 
 

@@ -241,9 +241,7 @@ class Mesh:
         return self._subgroups[axis, blocks]
 
     def new_group(self, axis: str) -> dist.ProcessGroup | None:
-        """Returns a new group of the ranks of `group(axis)`, owned by the caller. Every rank of the mesh must call
-        this.
-        """
+        """Returns a new group of the ranks of `group(axis)`, owned by the caller. Every rank of the mesh calls this."""
         if self.size(axis) == 1:
             return None
         return new_group(ranks_along(self.shape, self._ranks, [axis]), timeout=self._timeout)

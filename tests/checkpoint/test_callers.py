@@ -129,7 +129,7 @@ def test_a_directory_that_was_deleted_is_locked_again(training, tmp_path):
 
 @pytest.mark.parametrize("call", [shardwise.save_checkpoint, shardwise.load_checkpoint])
 def test_what_is_no_model_is_named(tmp_path, call):
-    with pytest.raises(ConfigError, match="the model is a str"):
+    with pytest.raises(LayoutError, match="str is not a model that Shardwise has split"):
         call(tmp_path, model="llama")
 
 

@@ -178,7 +178,7 @@ def test_wrong_arguments_are_one_error_with_the_remedy(tmp_path):
         nxd.save_checkpoint(tmp_path, model=plain, keep=3)
     module = nxd.lightning.NeuronLTModule(nn.Linear, config, optimizer, None)
     module.__dict__["model"] = object()  # what is saved of a module is its model
-    with pytest.raises(ConfigError, match="the model is a object"):
+    with pytest.raises(LayoutError, match="object is not a model that Shardwise has split"):
         nxd.save_checkpoint(tmp_path, model=module)
     parallel_state.destroy_model_parallel()
 

@@ -208,7 +208,6 @@ def swap(state, name, value):
 
 
 UP = "model.layers.1.mlp.up_proj.weight"
-NAN = torch.full((1,), torch.nan)
 # Name -> (what is done to the stored tensors, to the config, options, parts of the error; None: it loads as it was).
 UNFIT = {
     "one missing": (lambda s: drop(s, UP), {}, {}, ("20 of 21 tensors fit", f"1 not in the checkpoint: {UP}")),
@@ -257,13 +256,6 @@ UNFIT = {
         {"intermediate_size": 100},
         {},
         ("15 of 21", "6 of another shape: ", "mlp.up_proj.weight: [96, 64] in the checkpoint, [100, 64] in the model"),
-    ),
-    "NaN": (lambda s: swap(s, UP, s[UP] * NAN), {}, {}, ("1 of 21 tensors hold NaN", UP, "before training diverged")),
-    "one NaN": (
-        lambda s: swap(s, UP, torch.cat([s[UP].view(-1)[:-1], NAN]).view(96, 64)),
-        {},
-        {},
-        ("1 of 21 tensors hold NaN", UP),
     ),
     "module.": (lambda s: {f"module.{key}": value for key, value in s.items()}, {}, {}, None),
     "nested prefixes": (lambda s: {f"module._orig_mod.{key}": value for key, value in s.items()}, {}, {}, None),

@@ -210,11 +210,11 @@ class Scaled(Block):
 CALLS = ((True, None), (True, None), (True, True), (False, None), (True, None), (True, True))
 
 
-def test_a_region_is_watched_until_a_call_of_its_kind_ends_with_the_sum():
+def test_a_region_continues_after_its_sum_in_some_calls():
     """Gradients of what follows the sum are partial where something does, also in a copy and after other calls."""
 
     def run(group):
-        context, full, watched = context_of(group), Scaled(None), []
+        context, full = context_of(group), Scaled(None)
         module = Scaled(context, own_features(group))
         install_region(module, "row", context)
         for number, (is_training, scales) in enumerate(CALLS):
@@ -228,10 +228,8 @@ def test_a_region_is_watched_until_a_call_of_its_kind_ends_with_the_sum():
             if scales:  # partial: the gradient phase adds them up
                 scale = torch.stack(group.exchange(module.scale.grad)).sum(0)
                 torch.testing.assert_close(scale, full.scale.grad, rtol=1e-4, atol=1e-5)
-            watched.append(len(module._forward_hooks))
-        return watched
 
-    assert run_ranks(run, 2) == [[0, 0, 1, 0, 0, 1]] * 2
+    run_ranks(run, 2)
 
 
 @pytest.mark.parametrize("length", [0, 1, 5, 8])

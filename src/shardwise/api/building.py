@@ -66,8 +66,7 @@ def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
 
     Raises:
         ConfigError: the adapter fits no module of the model, or `peft` is not installed.
-        LoadError: files or tensors are missing or damaged, do not fit the model, or contain NaN. The same on every
-            rank.
+        LoadError: files or tensors are missing or damaged, or do not fit the model. The same on every rank.
         PlanError: the plan cannot be applied.
         RankError: ranks see different files, or have different seeds or options; names the first difference.
         UnsupportedError: the class does not support the config, the checkpoint is quantized, an option is one of

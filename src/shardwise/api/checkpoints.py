@@ -21,7 +21,7 @@ from shardwise.checkpoint.trainer_files import open_trainer
 from shardwise.checkpoint.writer import SaveRequest, prepare_save
 from shardwise.comm.agree import check_calls, raise_on_all_ranks
 from shardwise.comm.collectives import all_gather_objects
-from shardwise.errors import ConfigError, did_you_mean
+from shardwise.errors import ConfigError
 from shardwise.lora.files import (
     Merger,
     adapter_companions,
@@ -39,6 +39,7 @@ from shardwise.parallel.loading import Allowed, find_weights, put_tensor, read_p
 from shardwise.parameters.canonical import canonical_tensors, computed_buffer, state_names
 from shardwise.parameters.registry import find_parameters, local_part, named_entries, registry_of, reshard
 from shardwise.parameters.replicas import check_replicas
+from shardwise.plan.options import check_choice
 from shardwise.runtime.adapter_facts import find_model, has_adapters
 from shardwise.runtime.same_batch import describe_steps
 from shardwise.weights.foreign import open_weights
@@ -118,7 +119,7 @@ def save_with(
         add_files: writes further files into the unfinished checkpoint, which must not be saved in the background. All
             ranks call it, and it raises the same on every rank.
     """
-    writer = writer_of(registry_of(_module(model)).mesh)
+    writer = writer_of(registry_of(model).mesh)
     writer.join()
     (gradients := check_steps(model)).adopt_added()  # what came into the model later has an entry from here on
     job = prepare_save(
@@ -132,14 +133,6 @@ def save_with(
     )
     job.add_files = add_files
     return writer.write_later(job) if job.request.async_save else writer.write(job)
-
-
-def _module(model: Any) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"the model is a {type(model).__name__}", fix="pass a torch.nn.Module that Shardwise has split"
-        )
-    return model
 
 
 def save_request(
@@ -219,7 +212,7 @@ def load_checkpoint(
         target = LoadTarget(model=trained, optimizer=optimizer, scheduler=scheduler, strict=strict, fills_model=False)
     else:
         target = LoadTarget(model=model, optimizer=optimizer, scheduler=scheduler, strict=strict)
-    mesh = registry_of(_module(target.model)).mesh if target.model is not None else None
+    mesh = registry_of(target.model).mesh if target.model is not None else None
     finish_all_saves() if mesh is None else join_saves(mesh)
     if mesh is not None:
         check_same_target(target, mesh, verifies=verify)
@@ -445,11 +438,8 @@ def _meet(model: nn.Module, doing: str, **asked: object) -> None:
 
 def _adapter_mode(model: nn.Module, adapter: str | None) -> str | None:
     """Returns the validated export mode of the adapters; None if the model has none."""
-    if adapter is not None and adapter not in ADAPTER_MODES:
-        raise ConfigError(
-            f"unknown adapter mode {adapter!r}{did_you_mean(adapter, ADAPTER_MODES)}",
-            fix=f"use one of {', '.join(map(repr, ADAPTER_MODES))}",
-        )
+    if adapter is not None:
+        check_choice("the adapter mode", adapter, ADAPTER_MODES)
     if has_adapters(model):
         return adapter or "only"
     if adapter is not None:

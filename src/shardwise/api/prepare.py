@@ -37,7 +37,7 @@ from shardwise.probe.layer_order import find_layer_order
 from shardwise.runtime.adapter_facts import find_model, without_adapters
 from shardwise.runtime.modes import refuse_ddp
 from shardwise.search.planning import plan_for
-from shardwise.sharding.json_form import from_json, to_json
+from shardwise.sharding.json_form import to_json
 from shardwise.topology.shape import UNSERVED_AXES, MeshShape
 
 
@@ -139,9 +139,7 @@ def _check_cuts(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> None:
 
 
 def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> tuple[SplitPlan, LabelUse | None]:
-    """Runs `decide` on rank 0 for all ranks, whose models and options are equal; also returns the model's use of
-    labels.
-    """
+    """Runs `decide` on rank 0 for all ranks, which must agree; also returns how the model uses its labels."""
     if mesh.shape.world_size == 1:
         return decide(model, mesh.shape, spec), _label_use(model)
     check_options(mesh.shape, spec)
@@ -152,14 +150,10 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> tuple[
         return facts, _describe(model, facts, mesh.shape, spec)
 
     def find() -> Any:
-        if mesh.rank:
-            return None
-        rules, order = _find(model, facts, mesh.shape, spec)
-        return rules.to_json(), to_json(order), _label_use(model)
+        return None if mesh.rank else (*_find(model, facts, mesh.shape, spec), _label_use(model))
 
     def resolve() -> tuple[SplitPlan, dict[str, str]]:
-        as_run = None if order_found is None else from_json(LayerOrder, order_found)
-        plan = decide_split(Plan.from_json(rules_found), model, facts, mesh.shape, spec, order=as_run)
+        plan = decide_split(rules, model, facts, mesh.shape, spec, order=order)
         return plan, _parts_of(plan)
 
     facts = agree_on(
@@ -169,7 +163,7 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> tuple[
         what="the ranks were given different models or options",
         fix="build it from the same files on every rank, and what is drawn at random after the same torch.manual_seed",
     )
-    rules_found, order_found, use = gather_from_all(mesh.group(), "planning", find)[0]
+    rules, order, use = gather_from_all(mesh.group(), "planning", find)[0]
     plan = agree_on(
         mesh.group(),
         resolve,

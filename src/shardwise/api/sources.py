@@ -120,7 +120,7 @@ class WeightSource:
             reads: False if the checkpoint's tensors are already filled from elsewhere.
 
         Raises:
-            LoadError: the checkpoint contains NaN, or tied tensors differ.
+            LoadError: tied tensors differ.
             UnsupportedError: a tensor has no value.
 
         Communicates: nothing.
@@ -133,7 +133,7 @@ class WeightSource:
             ties = {alias: fqn for alias, fqn in self.found.duplicates.items() if alias in waits}
             read = {registry.tied.get(fqn, fqn) for fqn in waits}
             found = replace(self.found, tensors=waits, duplicates=ties)
-            loading.load_weights(model, registry, self.index, found, dtype=self.dtype)
+            loading.load_weights(model, registry, found, dtype=self.dtype)
         for construction, unsplit in ((self.construction, self.unsplit), *self.later):
             loading.initialize_missing(model, registry, construction, unsplit, seed=seed)
         loading.initialize_attributes(model, self.construction, self.attributes, device=registry.mesh.device, seed=seed)

@@ -258,10 +258,7 @@ def _splitter(spec: ParallelSpec, dtype: torch.dtype | None = None) -> Callable[
 
 
 def _train(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], *, num_microbatches: int) -> Tensor:
-    """Forward and backward of a split model through the public API.
-
-    Models without a loss get a loss of their output.
-    """
+    """Runs forward and backward through the public API; models without a loss get a loss of their output."""
     part = split_rows(batch, _num_rows(batch, mesh.data_size), mesh.data_size)[mesh.data_rank]
     if _has_targets(model, part):
         return TrainStep(model, mesh, num_microbatches=num_microbatches)(part).loss

@@ -363,9 +363,7 @@ class SaveInputs:
         }
 
     def copies(self, left_out: Collection[str]) -> Copies:
-        """Returns the saved parameters, and optimizer states of their shape. `left_out`: names of parameters that are
-        not saved.
-        """
+        """Returns saved parameters, and states of their shape. `left_out`: names of parameters that are not saved."""
         for shard in self.shards.values():
             if shard.entry is not None and shard.name not in left_out:
                 yield shard.name, shard.entry, local_part(shard.value)

@@ -58,7 +58,7 @@ class LoadTarget:
 def check_same_target(target: LoadTarget, mesh: Mesh, *, verifies: bool = True) -> None:
     """Raises unless every rank loads into the same objects.
 
-    Communicates: what `agree` does.
+    Communicates: what `Agreement` does.
     """
     kinds = {"the optimizer": target.optimizer, "the scheduler": target.scheduler}
     described = {
@@ -88,7 +88,7 @@ def open_on_all_ranks(
         mesh: mesh of the ranks that open it; None: only this process.
         open_trainer: opens a checkpoint of transformers' Trainer; None: such a one is refused.
 
-    Communicates: one gather of a small object over all ranks, and what `agree` does.
+    Communicates: one gather of a small object over all ranks, and what `Agreement` does.
     """
     group = mesh.group() if mesh is not None else None
     is_first = group is None or group.rank() == 0
@@ -152,9 +152,7 @@ def load_into(stored: StoredParts, target: LoadTarget, *, put: Put) -> Any:
 
 
 class LoadPlan:
-    """The changes that loading a checkpoint makes on this rank. The constructor checks them; `apply` makes them.
-    Communicates nothing.
-    """
+    """The changes of a load on this rank. The constructor checks them; `apply` makes them. Communicates nothing."""
 
     def __init__(
         self, stored: StoredParts, target: LoadTarget, registry: Registry | None, shards: Mapping[str, LocalShard]

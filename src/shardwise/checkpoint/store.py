@@ -54,9 +54,7 @@ def find_tags(root: Path) -> dict[str, Path]:
 
 
 def list_checkpoints(root: Path) -> list[tuple[str, Path, Manifest | LoadError]]:
-    """Returns the tags of `root`, oldest first,
-    each with its manifest or the error of reading it (those come first).
-    """
+    """Returns the tags of `root`, oldest first, with manifests; before them unreadable ones, with their errors."""
     found: list[tuple[int, str, Path, Manifest | LoadError]] = []
     for tag, path in find_tags(root).items():
         try:

@@ -88,7 +88,7 @@ def prepare_save(
         make_request: returns the destination; its error is raised on every rank.
         companions: returns further files besides the model's configuration, on rank 0.
 
-    Communicates: over all ranks, what `agree` does, one all-reduce of a number, and with adapters one gather of names.
+    Communicates: over all ranks, what `Agreement` does, an all-reduce of a number, and with adapters a gather of names.
     """
     registry = registry_of(model)
     mesh = registry.mesh

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from shardwise.cli.config_file import Problems, add_run, parse_config
 from shardwise.cli.plan import read_card
+from shardwise.data.config import Problem
 from shardwise.errors import ConfigError, counted
 from shardwise.topology.shape import MeshShape, describe_crossing
-from shardwise.train.run_config import Problem, TrainConfig
+from shardwise.train.run_config import TrainConfig
 
 HELP = """\
 Check a training run without starting it, and list every problem at once:

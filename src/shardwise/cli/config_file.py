@@ -16,9 +16,9 @@ from typing import Any
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from shardwise.data.config import SourceConfig
+from shardwise.data.config import Problem, SourceConfig
 from shardwise.errors import ConfigError, LoadError, ShardwiseError, as_error, counted, did_you_mean
-from shardwise.train.run_config import Problem, TrainConfig, check_config
+from shardwise.train.run_config import TrainConfig, check_config
 
 _RUN = TypeAdapter(TrainConfig)
 _SOURCE = TypeAdapter(tuple[SourceConfig, ...], config=ConfigDict(use_attribute_docstrings=True))

@@ -19,6 +19,7 @@ from shardwise.comm.agree import run_on_local_rank_0
 from shardwise.data.config import (
     RECORD_PATTERNS,
     DataConfig,
+    Problem,
     SourceConfig,
     columns_of,
     held_out,
@@ -49,7 +50,7 @@ from shardwise.data.examples import build_example_encoder, encode_examples, enco
 from shardwise.data.rows import DocumentMasking, DocumentRows, MaskedRows, MixedRows, Rows, StreamRows
 from shardwise.data.tables import import_package
 from shardwise.errors import ConfigError, LoadError, as_error, counted, did_you_mean
-from shardwise.train.run_config import Problem, TrainConfig
+from shardwise.train.run_config import TrainConfig
 from shardwise.weights.locate import locate_source
 
 logger = logging.getLogger("shardwise.train")
@@ -238,9 +239,7 @@ def load_tokenizer(config: TrainConfig) -> Any:
 
 
 def read_template(tokenizer: Any, chosen: str) -> str:
-    """Returns the chat template in the file `chosen`, or the tokenizer's of that name. Raises `ConfigError` if there is
-    none.
-    """
+    """Returns the chat template in the file `chosen`, or the tokenizer's of that name; else raises `ConfigError`."""
     named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
     if chosen in named:
         return str(named[chosen])

@@ -11,12 +11,11 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from shardwise.versions import PRIVATE_NAMES, SUPPORTED, has_private_name, installed, release_of
+from shardwise.versions import SUPPORTED, installed
 
 HELP = """\
-Check this machine: versions (installed, oldest supported, newest tested), the private names of torch that Shardwise
-uses, devices, communication backends, threads, the hub cache, what torch.compile needs, and an all-reduce between two
-CPU ranks. The exit code is 1 if something is broken.
+Check this machine: versions (installed, oldest supported, newest tested), devices, communication backends, threads, the
+hub cache, what torch.compile needs, and an all-reduce between two CPU ranks. The exit code is 1 if something is broken.
 
   shardwise doctor
 """
@@ -35,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     num_broken = 0
-    for check in (_check_packages, _check_private_names, _check_machine, _check_all_reduce):
+    for check in (_check_packages, _check_machine, _check_all_reduce):
         for state, topic, text in check():
             num_broken += state == "broken"
             print(f"{state:<7} {topic:<18} {text}", flush=True)
@@ -64,18 +63,6 @@ def _check_packages() -> Iterator[Finding]:
     for name, use in OPTIONAL.items():
         version = installed(name)
         yield "ok" if version else "note", name, version or f"not installed; only needed for {use}"
-
-
-def _check_private_names() -> Iterator[Finding]:
-    """Checks that torch has the private names that the package uses."""
-    release = release_of(installed("torch") or "")
-    missing = [
-        name
-        for name, read_in in PRIVATE_NAMES.items()
-        if release >= release_of(read_in[0]) and not has_private_name(name)
-    ]
-    text = f"torch lacks {', '.join(missing)}; use a tested version" if missing else "all private names exist"
-    yield "broken" if missing else "ok", "torch internals", text
 
 
 def _check_machine() -> Iterator[Finding]:

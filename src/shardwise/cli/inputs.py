@@ -17,14 +17,14 @@ from shardwise.api.checkpoints import ADAPTER_MODES
 from shardwise.cli.config_file import Problems
 from shardwise.cli.data import find_dataset
 from shardwise.cli.tasks import adapter_options, find_task
-from shardwise.data.config import OF_TEXT, DataConfig, held_out, patterns_of, sources_of
+from shardwise.data.config import OF_TEXT, DataConfig, Problem, held_out, patterns_of, sources_of
 from shardwise.data.corpus import find_files
 from shardwise.data.tables import import_package
 from shardwise.data.tasks import TASKS
 from shardwise.errors import ConfigError, LoadError, ShardwiseError, as_error, did_you_mean
 from shardwise.lora.inject import peft
 from shardwise.plan.options import Compile
-from shardwise.train.run_config import CompilationConfig, Problem, TrainConfig
+from shardwise.train.run_config import CompilationConfig, TrainConfig
 from shardwise.weights.staging import is_url
 from shardwise.weights.write import check_target
 
@@ -144,9 +144,7 @@ def read_data_state(place: str) -> dict[str, int]:
 
 
 def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
-    """Returns the class `name` of torch.optim, or the class at the dotted path `name`. Raises `ConfigError` if there is
-    none.
-    """
+    """Returns the class `name` of torch.optim, or at that dotted path. Raises `ConfigError` if there is none."""
     try:
         value = pkgutil.resolve_name(name if "." in name else f"torch.optim.{name}")
     except (ImportError, AttributeError, ValueError):
@@ -180,9 +178,7 @@ def find_tracker(name: str) -> Any:
 
 
 def find_callback(place: str) -> Any:
-    """Returns the class at `module:Class`, also of a module in the current directory. Raises `ConfigError` if there is
-    none, or it has no `report`.
-    """
+    """Returns the class at `module:Class`, also in the current directory. Raises `ConfigError` if none has `report`."""
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     fix = "write module:Class, such as my_callbacks:Plotter"

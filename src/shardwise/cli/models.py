@@ -17,7 +17,7 @@ from shardwise.cli.data import build_encoder, check_records, load_tokenizer
 from shardwise.cli.inputs import adapter_of, check_place, compilation_of, find_optimizer
 from shardwise.cli.metrics import check_metrics
 from shardwise.cli.tasks import class_of, example_rows, find_task, new_head, open_tools, read_model_config
-from shardwise.data.config import DataConfig, held_out, rows_of, sources_of
+from shardwise.data.config import DataConfig, Problem, held_out, rows_of, sources_of
 from shardwise.data.rows import DocumentMasking
 from shardwise.data.tasks import TASKS
 from shardwise.errors import ConfigError, ShardwiseError, as_error, did_you_mean, sized
@@ -30,7 +30,7 @@ from shardwise.plan.options import ParallelSpec, Precision
 from shardwise.probe.label_use import probe_document_masking
 from shardwise.runtime.adapter_facts import find_model
 from shardwise.topology.shape import MeshShape
-from shardwise.train.run_config import OptimizerConfig, Problem, TrainConfig, num_microbatches_of
+from shardwise.train.run_config import OptimizerConfig, TrainConfig, num_microbatches_of
 
 logger = logging.getLogger("shardwise.train")
 
@@ -72,9 +72,7 @@ def build_model(
 
 
 def find_run_apart(data: DataConfig, model_config: Any, auto_class: Any) -> DocumentMasking:
-    """Returns how documents in a row are kept from attending to each other. Raises `UnsupportedError` if it is
-    impossible.
-    """
+    """Returns how documents in a row are kept apart in attention. Raises `UnsupportedError` if it is impossible."""
     kind = rows_of(data)
     if kind == "stream":
         return "padded without mask"  # a document sees those before it

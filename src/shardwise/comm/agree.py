@@ -112,37 +112,19 @@ def run_on_local_rank_0(work: Callable[[], None], *, local_rank: int) -> None:
         dist.destroy_process_group(group)
 
 
-def agree(
-    group: Group | None,
-    fields: Mapping[str, str],
-    *,
-    doing: str,
-    what: str,
-    fix: str,
-    fault: Exception | None = None,
-    numbers: Sequence[int] = (),
-    error: type[ShardwiseError] = RankError,
-) -> list[list[int]]:
-    """Raises the same error on every rank of `group` unless all ranks have equal `fields` and no rank has a fault.
+class Agreement:
+    """Comparison of all ranks' fields, numbers and faults; the constructor starts it, `wait` ends it.
 
     Args:
+        group: ranks that compare; None for one rank.
         fields: texts to compare, by name.
         doing: what the ranks do, for messages about a rank that is missing or failed.
         what, fix: message and remedy if fields differ. The error names the first such field and its texts.
         fault: this rank's error, or None. The error of the lowest such rank is raised on all.
         numbers: at most two integers, as many on every rank.
 
-    Returns:
-        The numbers of every rank, in rank order.
-
     Communicates: one all-gather of 40 bytes; if ranks disagree, also a gather of small objects.
     """
-    terms = Agreement(group, fields, doing=doing, what=what, fix=fix, fault=fault, numbers=numbers, error=error)
-    return terms.wait()
-
-
-class Agreement:
-    """An asynchronous `agree`: the constructor starts it, `wait` ends it."""
 
     def __init__(
         self,
@@ -170,7 +152,9 @@ class Agreement:
         self._work = all_gather_later(self._everyone, mine, group)
 
     def wait(self, *, is_late: bool = False) -> list[list[int]]:
-        """Returns or raises like `agree`.
+        """Returns the numbers of every rank, in rank order.
+
+        Raises the same error on every rank unless all ranks have equal fields and no rank has a fault.
 
         Args:
             is_late: whether a rank with a fault has raised it already and joins no further collective.
@@ -221,38 +205,38 @@ def agree_on(
 
     Args:
         make: returns the result, which stays on this rank, and the fields; must not communicate.
-        doing, what, fix, error: see `agree`.
+        doing, what, fix, error: see `Agreement`.
 
     Raises:
         Exception: the error of the lowest rank on which `make` raised, on all ranks.
         ShardwiseError: fields differ.
 
-    Communicates: what `agree` does.
+    Communicates: what `Agreement` does.
     """
     fields: Mapping[str, str] = {}
     fault, made = None, []
     try:
         result, fields = make()
         made.append(result)
-    except Exception as raised:  # noqa: BLE001 - raised by `agree`, on every rank
+    except Exception as raised:  # noqa: BLE001 - raised by the agreement, on every rank
         fault = raised
-    agree(group, fields, doing=doing, what=what, fix=fix, fault=fault, error=error)
+    Agreement(group, fields, doing=doing, what=what, fix=fix, fault=fault, error=error).wait()
     return made[0]
 
 
 def check_calls(group: Group | None, fields: Mapping[str, str], *, doing: str) -> None:
     """Raises on every rank unless all ranks call the function named `doing` with equal `fields`.
 
-    Communicates: what `agree` does.
+    Communicates: what `Agreement` does.
     """
-    agree(
+    Agreement(
         group,
         {"the call": doing, **fields},
         doing=doing,
         what=f"ranks do not call {doing} alike",
         fix=_SAME_ON_ALL,
         error=ConfigError,
-    )
+    ).wait()
 
 
 _SAME_ON_ALL = "pass the same on every rank; what belongs to a rank alone is not kept"

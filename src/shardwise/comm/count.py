@@ -111,9 +111,7 @@ class CommunicationCount(TorchDispatchMode):
         return Traffic(calls, Counter(self.bytes))
 
     def num_calls(self, operation: str | None = None, *, at_least_elements: int = 0) -> int:
-        """Returns the number of calls of `operation` (default:
-        any) on tensors of `at_least_elements` elements or more.
-        """
+        """Returns the number of calls of `operation` (default: any) on at least `at_least_elements` elements."""
         return sum(
             count
             for (name, shape), count in self.calls.items()

@@ -103,9 +103,7 @@ class SimulatedGroup(_Base):
 
 
 class LoneGroup(SimulatedGroup):
-    """One rank's handle on a group whose other ranks do not run, as if they held equal tensors.
-    Used to compute shapes.
-    """
+    """One rank's handle on a group whose other ranks do not run, as if all held equal tensors; for shapes."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size, _Shared(1), _Turns(1), 0)

@@ -398,9 +398,7 @@ def _length(batch: Mapping[str, Any]) -> int:
 
 
 def flops_of(batch: Mapping[str, Any], work: TokenWork) -> int:
-    """Returns the floating-point operations of forward and backward for a batch's tokens, padding included: [Note:
-    model FLOPs].
-    """
+    """Returns the FLOPs of forward and backward for a batch's tokens, padding included: [Note: model FLOPs]."""
     inputs = (batch[name] for name in ("input_ids", "inputs_embeds", "labels") if isinstance(batch.get(name), Tensor))
     shape = next((value.shape[:2] for value in inputs if value.ndim > 1), (0, 0))
     return shape[0] * shape[1] * work.flops(shape[1])

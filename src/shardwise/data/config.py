@@ -170,9 +170,7 @@ _OF_DATASETS = ("subset", "split", "streamed", "max_records")
 
 
 def held_out(data: DataConfig, evaluation: EvaluationConfig) -> DataConfig:
-    """Returns the `DataConfig` for evaluation: `data`, or the first of its sources, with the evaluation's path and
-    format.
-    """
+    """Returns the `DataConfig` for evaluation: `data`, or its first source, with the evaluation's path and format."""
     first = sources_of(data)[0]
     data = replace(data, sources=(), **{each.name: getattr(first, each.name) for each in fields(SourceConfig)})
     chosen = evaluation.format or data.format

@@ -84,9 +84,7 @@ def _read_arguments(call: Any) -> Any:
 
 
 def read_prompt(record: Record) -> tuple[str, str]:
-    """Returns a record's prompt and response. In a record of Alpaca these are `instruction`, followed by `input` if
-    there is one, and `output`.
-    """
+    """Returns a record's prompt and response; Alpaca's are `instruction` and any `input` after it, and `output`."""
     is_alpaca = record.values.keys() >= {"instruction", "output"} and record.name("prompt") not in record.values
     if is_alpaca:
         record = replace(record, columns={"prompt": "instruction", "response": "output"})

@@ -82,7 +82,5 @@ def is_table(file: Path) -> bool:
 
 
 def read_table(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yields every record of a file for which `is_table` holds, with its place in words. A record of CSV is a
-    dictionary of texts.
-    """
+    """Yields every record of a table (`is_table`), with its place in words. CSV's are dictionaries of texts."""
     return _READERS[file.suffix.lower()](file)

@@ -116,9 +116,7 @@ def balance(cost: Cost, num_segments: int, num_stages: int) -> tuple[int, ...]:
 
     @functools.cache
     def best(start: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """Returns the cost of the most expensive of `left` stages from segment `start` on, at best, and their first
-        segments.
-        """
+        """Returns the least cost of the most expensive of `left` stages from `start` on, and their first segments."""
         if left == 1:
             return cost(start, num_segments), (start,)
         cuts = ((end, *best(end, left - 1)) for end in range(start + 1, num_segments - left + 2))

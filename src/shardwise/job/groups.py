@@ -65,9 +65,7 @@ def new_group_of_one(*, timeout: datetime.timedelta) -> dist.ProcessGroup:
 
 
 def world_group(world_size: int) -> dist.ProcessGroup | None:
-    """Returns the group of all ranks; None for a single rank. Raises `MeshError` if the process group is not
-    initialized.
-    """
+    """Returns the group of all ranks; None for a single rank. Raises `MeshError` if no process group is initialized."""
     if dist.is_available() and dist.is_initialized():
         return dist.group.WORLD if dist.get_world_size() > 1 else None
     if world_size > 1:

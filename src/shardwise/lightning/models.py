@@ -98,9 +98,7 @@ class SplitModels:
                 broadcast_(other, group, source=0)
 
     def take_targets(self) -> Tensor | None:
-        """Returns the number of targets, over all data ranks, of the forwards with a loss since the last call; None
-        without any.
-        """
+        """Returns the number of targets of all data ranks' losses since the last call; None without any loss."""
         counts = [count for hooks in self._hooks if (count := hooks.take()) is not None]
         return torch.stack(counts).sum() if counts else None
 

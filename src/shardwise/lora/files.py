@@ -101,9 +101,7 @@ def write_adapter_files(directory: Path, state: Mapping[str, Tensor], config: by
 
 
 def adapter_companions(model: nn.Module) -> dict[str, bytes]:
-    """Returns the files besides tensors for a model with one adapter of the default name:
-    its config in PEFT's format.
-    """
+    """Returns a model's files besides tensors: with one adapter, of the default name, its config in PEFT's format."""
     configs = getattr(find_model(model), "peft_config", {})
     return {ADAPTER_CONFIG: adapter_config_text(model, "default")} if list(configs) == ["default"] else {}
 

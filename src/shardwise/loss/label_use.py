@@ -77,9 +77,7 @@ def check_model_divides(model: nn.Module, num_parts: int) -> None:
 
 
 def claims_to_shift(model: nn.Module) -> bool:
-    """Returns whether the model is a causal language model by its class: its loss compares positions with the next
-    label.
-    """
+    """Returns whether the model's class is a causal language model: its loss compares positions with the next label."""
     is_causal = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     return getattr(model, "loss_type", None) == "ForCausalLM" or (is_causal and not _is_encoder_decoder(model))
 

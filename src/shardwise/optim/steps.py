@@ -56,9 +56,7 @@ def _new(optimizer_class: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
 
 
 def stepping_class(optimizer_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Returns the class that replaces torch's Adam or AdamW and steps over local tensors instead of DTensors; returns
-    other classes unchanged.
-    """
+    """Returns the class that steps over local tensors in place of torch's Adam or AdamW; other classes unchanged."""
     stepping: type[torch.optim.Optimizer] = _STEPPING.get(optimizer_class, optimizer_class)
     return stepping
 

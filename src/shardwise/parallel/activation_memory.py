@@ -118,9 +118,7 @@ class MemoryCount(_Count):
                 _add(each, self._of_parameters)
 
     def total(self) -> ActivationBytes:
-        """Returns the bytes still alive of all tensors made inside.
-        Delete the model's output first, but not the loss.
-        """
+        """Returns the bytes still alive of tensors made inside. Delete the model's output first, but not the loss."""
         nbytes = {key: storage.nbytes() for key, storage in self._made.items()}
         gathered = sum(nbytes.get(key, 0) for key in self._of_parameters)
         return ActivationBytes(activations=sum(nbytes.values()) - gathered, gathered=gathered)

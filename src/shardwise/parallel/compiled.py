@@ -54,7 +54,6 @@ def apply_compilation(
     """Makes the layers of `model` compile at their first run; see `check_compilation`. Communicates nothing."""
     if choice is None:
         return
-    registry.context.is_compiled = True
     known: dict[type, Callable[..., Any]] = {}
     for name in outermost_layers(registry.plan.stacks):
         layer = model.get_submodule(name)

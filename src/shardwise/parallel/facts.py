@@ -45,9 +45,7 @@ _HEAD_DIM_NAMES = ("head_dim", "head_size", "attention_head_size", "qk_head_dim"
 
 
 def read_facts(model: nn.Module) -> ModelFacts:
-    """Returns facts about `model`, which may be meta;
-    adapted modules have the base's names ([Note: the base's plan]).
-    """
+    """Returns facts about a real or meta model; adapted modules have the base's names ([Note: the base's plan])."""
     canonical: dict[int, str] = {}
     tied: dict[str, str] = {}
     modules: dict[str, ModuleFacts] = {}
@@ -83,9 +81,7 @@ def read_facts(model: nn.Module) -> ModelFacts:
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Returns whether all code of `model` is transformers', torch's or PEFT's.
-    Others' code may change under one name.
-    """
+    """Returns whether all the model's code is transformers', torch's or PEFT's; others' may change under one name."""
     return isinstance(model, PreTrainedModel) and all(
         type(module).__module__.startswith(("transformers.", "torch.", "peft.")) for module in model.modules()
     )
@@ -110,9 +106,7 @@ def read_stacks(model: nn.Module) -> tuple[LayerStack, ...]:
 
 
 def read_windows(model: nn.Module) -> dict[str, int]:
-    """Returns the sliding-window sizes in tokens by the FQN of the attention, from the module or from the config for
-    all layers.
-    """
+    """Returns sliding-window sizes in tokens by the attention's FQN, from the module, or from the config for all."""
     found = {}
     for place in places_in(model):
         owner: Any = place.module

@@ -8,7 +8,6 @@ construction]). So the values depend only on the seed.
 import hashlib
 import itertools
 import logging
-import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -122,9 +121,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def draw_values(construction: Construction, tensors: list[Tensor], stream: str) -> list[Tensor]:
-    """Returns initial values of recorded tensors;
-    random numbers come from the stream called `stream` ("SEED/MODULE").
-    """
+    """Returns initial values of recorded tensors, random ones from the stream called `stream` ("SEED/MODULE")."""
     digest = hashlib.sha256(stream.encode()).digest()
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -278,12 +275,7 @@ def find_weights(
 
 
 def load_weights(
-    model: PreTrainedModel,
-    registry: Registry,
-    index: CheckpointIndex,
-    resolution: Resolution,
-    *,
-    dtype: torch.dtype | None,
+    model: PreTrainedModel, registry: Registry, resolution: Resolution, *, dtype: torch.dtype | None
 ) -> None:
     """Fills the parameters and persistent buffers that the checkpoint has; others stay meta. Communicates nothing.
 
@@ -294,15 +286,10 @@ def load_weights(
     kept = model._get_dtype_plan(dtype) if dtype is not None else {}
     wanted = [fqn for fqn in resolution.tensors if fqn not in registry.tied and registry.holds(fqn)]
     silent = registry.mesh.rank != 0 or len(wanted) < 1000
-    sums: dict[str, tuple[Tensor, Tensor]] = {}
     for fqn in tqdm(wanted, desc="Loading weights", disable=silent):
         lazy = resolution.tensors[fqn]
         own = registry.frozen.get(fqn) or _dtype_of(fqn, lazy.dtype, dtype, kept)
-        value = read_part(fqn, lazy, registry, own)
-        if value.is_floating_point():
-            sums[fqn] = value, (value if value.dtype.itemsize > 1 else value.float()).sum()
-        put_tensor(model, registry, fqn, value)
-    _check_numbers(sums, index)
+        put_tensor(model, registry, fqn, read_part(fqn, lazy, registry, own))
     _check_ties(resolution, registry)
 
 
@@ -329,18 +316,6 @@ def _resolve(
         return found
     logger.warning("%s: all names begin with %r, which is left out", index.location, prefix)
     return stripped
-
-
-def _check_numbers(sums: Mapping[str, tuple[Tensor, Tensor]], index: CheckpointIndex) -> None:
-    """Raises if a tensor contains NaN. A sum is NaN if an element is, or if there are infinities of both signs."""
-    broken = [fqn for fqn, (value, total) in sums.items() if math.isnan(float(total)) and bool(value.isnan().any())]
-    if broken:
-        raise LoadError(
-            f"{len(broken)} of {len(sums)} tensors hold NaN",
-            at=index.location,
-            why=", ".join(broken[:5]),
-            fix="take a checkpoint from before training diverged",
-        )
 
 
 def read_part(fqn: str, lazy: LazyTensor, registry: Registry, dtype: torch.dtype) -> Tensor:

@@ -121,10 +121,7 @@ def check_all_stages_ask(registry: Registry, caller: str) -> None:
 
 
 def as_local_gradient(gradient: Tensor, entry: ParameterEntry) -> Tensor:
-    """Returns `gradient` as a sharded gradient of the parameter of `entry` (see [Note: sharded gradients]).
-
-    Shares its memory.
-    """
+    """Returns `gradient` as a sharded gradient for `entry`, of the same memory (see [Note: sharded gradients])."""
     if type(gradient) is Tensor:
         gradient = gradient.as_subclass(_ShardedGradient)
     elif type(gradient) is DTensor:

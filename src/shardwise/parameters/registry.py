@@ -384,9 +384,7 @@ def untied(name: str, first: str) -> LayoutError:
 
 
 def named_entries(model: nn.Module) -> dict[str, ParameterEntry]:
-    """Returns entries by all names in `model`, with tied aliases and parameters of other stages,
-    equal on every rank.
-    """
+    """Returns entries by all names in `model`, also tied aliases and other stages' names; equal on every rank."""
     return {
         fqn_of(name, own): entry
         for name, module in model.named_modules(remove_duplicate=False)
@@ -466,9 +464,7 @@ def note_source(model: nn.Module, registry: Registry, *, digest: str = "", drawn
 
 
 def unchanged_names(model: nn.Module, registry: Registry) -> set[str]:
-    """Returns the names of this rank's parameters that have not been written to since they
-    had their source's values.
-    """
+    """Returns the names of this rank's parameters that were not written to since they had their source's values."""
     source = registry.source
     has_source = bool(source.name or source.digest)
     return {

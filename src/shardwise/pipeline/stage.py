@@ -41,15 +41,14 @@ from shardwise.pipeline.outputs import StageCaches
 from shardwise.runtime.context import SplitContext
 from shardwise.schedule.schedule import Action, Kind
 from shardwise.schedule.timeline import Span
-from shardwise.stages.model import Stages, StageTensor
+from shardwise.stages.model import Stages
+from shardwise.stages.run import StageTensor
 
 _FINDS_ALL_USES = hasattr(torch_backward, "_autograd_grad_for_inputs")  # torch 2.13
 
 
 def detached_alias(x: Tensor) -> Tensor:
-    """Returns `x` as a separate tensor that shares its memory and is no view:
-    it may be detached or written in place.
-    """
+    """Returns a tensor of the memory of `x` that is no view of it: it may be detached or written in place."""
     return torch.ops.aten._unsafe_view(x, x.shape)
 
 

@@ -176,9 +176,7 @@ class SplitPlan:
         return frozenset().union(*(self.names_of_stage(stage) for stage in self.pipeline.stages_on(coord)))
 
     def names_of_stage(self, stage: int) -> frozenset[str]:
-        """Returns the names of the parameters that a pipeline stage holds; for a tied one, all names that the stage
-        uses.
-        """
+        """Returns the names of a pipeline stage's parameters; of a tied one, all names that the stage uses."""
         return frozenset(name for name, stages in self._stages_of_names.items() if stage in stages)
 
     def stages_holding(self, name: str) -> tuple[int, ...]:

@@ -293,9 +293,7 @@ class ParallelSpec:
 
     @classmethod
     def take(cls, options: Mapping[str, Any]) -> "tuple[ParallelSpec, dict[str, Any]]":
-        """Builds a spec from those `options` that name its fields (None: the default);
-        also returns the other options.
-        """
+        """Builds a spec from the `options` that name its fields (None: the default); also returns the others."""
         own = {each.name for each in fields(cls)}
         others = {name: value for name, value in options.items() if name not in own}
         return cls(**{name: options[name] for name in own & options.keys() if options[name] is not None}), others

@@ -131,9 +131,7 @@ class PipelinePlan:
         return found
 
     def coord_computing(self, name: str) -> int:
-        """Returns the pp coordinate of the first stage that computes with a buffer, and so has its value after a
-        forward.
-        """
+        """Returns the pp coord of the first stage that computes with a buffer, and so has its value after a forward."""
         module = name.rpartition(".")[0]
         inside = is_within(name, self.order.calls)
         beside = (min(found) for used, found in self.order.uses.items() if found and is_within(used, (module,)))

@@ -1,7 +1,4 @@
-"""Resolves a plan against a model's facts, for tp.
-
-Collects every problem and raises once, before anything is changed.
-"""
+"""Resolves a plan against a model's facts, for tp; collects all problems, and raises before anything is changed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

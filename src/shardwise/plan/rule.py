@@ -156,9 +156,7 @@ class Rule:
 
     @classmethod
     def of(cls, pattern: str, style: str, source: str = "user", reason: str = "") -> "Rule":
-        """Returns the rule of the section that has the style. If inputs have it too, the rule is for parameters or the
-        sequence.
-        """
+        """Returns the rule of the section that has the style: for parameters or the sequence, if inputs have it too."""
         name = style.partition("(")[0]
         kinds = (kind for kind in SECTIONS if any(name == known.partition("(")[0] for known in kind.styles))
         return next(kinds, ParameterRule)(pattern, style, source, reason)

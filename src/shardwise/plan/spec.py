@@ -76,8 +76,6 @@ def _ended(fqn: str) -> str:
     return f"{fqn}." if fqn else ""
 
 
-__all__ = ["STYLES", "Plan"]
-
 _Kind = TypeVar("_Kind", bound=Rule)
 _HEADER = re.compile(r"\[([^\s\]:]*)\]")
 FOUND_ANYWAY = frozenset({"local_params", "mla_kv_a_proj"})

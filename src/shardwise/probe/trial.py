@@ -81,9 +81,7 @@ def is_small(model: nn.Module) -> bool:
 
 
 def build_tried_model(model: PreTrainedModel, **shrinking: Any) -> PreTrainedModel:
-    """Returns a copy of the model with perturbed weights; for a large one, a tiny model made by `shrink_config` with
-    these options.
-    """
+    """Returns a perturbed copy of the model; of a large one, a tiny model by `shrink_config` with these options."""
     own_size = is_small(model)
     if own_size and not has_meta(model):
         # Whatever the caller trains, and where.

@@ -81,9 +81,7 @@ def change_hidden(module: nn.Module, change: Change) -> None:
 
 
 def hidden_name(arguments: Arguments) -> str | None:
-    """Returns the name of the argument with the hidden states:
-    `hidden_states`, else the first floating-point tensor.
-    """
+    """Returns the name of the hidden states' argument: `hidden_states`, else the first floating-point tensor."""
     if isinstance(arguments.get("hidden_states"), Tensor):
         return "hidden_states"
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}

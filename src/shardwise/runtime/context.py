@@ -44,9 +44,7 @@ class Axis:
         return tuple(min(length, (coord + 1) * run) - min(length, coord * run) for coord in range(self.size))
 
     def equal_sizes(self, length: int) -> tuple[int, ...]:
-        """Returns each rank's number of elements if a sequence of `length` divides evenly:
-        lengths are not exchanged.
-        """
+        """Returns each rank's number of elements of an evenly divided `length`, which ranks do not exchange."""
         if length % self.size:
             raise BatchError(
                 f"a sequence of {length} does not divide among {self.size} {self.name} ranks",
@@ -83,7 +81,6 @@ class SplitContext:
         timeout: timeout of the mesh's process groups.
         same_rows: group of all ranks that must receive the same rows, if it is larger than the tp group (tp and pp).
         has_dropout: whether any module draws random numbers in training.
-        is_compiled: whether layers are compiled. Hooks of compiled layers must not change.
         model_name: class name of the model, for messages.
 
     Attributes of the running step or forward:
@@ -104,7 +101,6 @@ class SplitContext:
     timeout: datetime.timedelta = datetime.timedelta(seconds=600)
     same_rows: Group | None = None
     has_dropout: bool = False
-    is_compiled: bool = False
     model_name: str = "the model"
 
     state: ForwardState = field(default_factory=ForwardState)

@@ -200,9 +200,7 @@ class ForwardState:
             leave_mode(mode)
 
     def end_layers(self) -> None:
-        """Leaves the stack of layers that runs: forgets what its regions have cached and summed, and restores the
-        random stream that was active before the stack.
-        """
+        """Leaves the running stack of layers: forgets its caches and sums, and restores the random stream before it."""
         self.entered.clear()
         self.sums = self.pending_sum = self.open_stack = None
         self.random.end("layer")

@@ -75,10 +75,7 @@ def free(unit: FSDPModule) -> None:
 
 
 def free_after_evaluation(root: nn.Module, *_: Any) -> None:
-    """Frees gathered parameters after a forward without gradients (a forward hook of the FSDP2 root).
-
-    See [Note: left gathered].
-    """
+    """Frees gathered parameters after the FSDP2 root's forward without gradients; see [Note: left gathered]."""
     for unit in units_of(root) if not torch.is_grad_enabled() else ():
         free(unit)
 

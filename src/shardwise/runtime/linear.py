@@ -65,9 +65,7 @@ class RowSplit:
     _adapts: bool = False
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
-        """Computes this rank's output. x: `[..., in]`, per rank `[..., in / tp]`; options: arguments of PEFT's forward.
-        Returns `[..., out]`.
-        """
+        """Returns `[..., out]` for x `[..., in]`, per rank `[..., in / tp]`; options: arguments of PEFT's forward."""
         context, axis, module = self._split, self._axis, cast(nn.Module, self)
         linear = unwrapped(module) if self._adapts else module
         if self._input_sizes is not None:

@@ -20,9 +20,7 @@ def is_in_backward() -> bool:
 
 
 def is_checkpointed() -> bool:
-    """Returns whether the forward runs inside `torch.utils.checkpoint`,
-    but not in reentrant checkpointing's first run.
-    """
+    """Returns whether the forward runs in `torch.utils.checkpoint`, but not in reentrant checkpointing's first run."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return is_in_backward() or (hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint")
 

@@ -47,9 +47,7 @@ def compute_norm(
 
 
 def moments_of(values: Tensor, *, centered: bool) -> tuple[Tensor | None, Tensor]:
-    """Returns mean (None unless `centered`) and mean squared deviation, both `[..., 1]`, of `values` `[...,
-    features]`.
-    """
+    """Returns mean (None unless `centered`) and mean squared deviation `[..., 1]` of `values` `[..., features]`."""
     if not centered:
         return None, values.pow(2).mean(-1, keepdim=True)
     variance, mean = torch.var_mean(values, -1, correction=0, keepdim=True)

@@ -12,8 +12,7 @@ regions end with their sum. If a region continues (a norm, a residual), the grad
 too, or weights and inputs that are used there count once per rank. So the gradient is divided by the number of ranks at
 the output of such a region. It is multiplied by that number at the region's sums, and at inputs that do not enter the
 region. With sequence parallelism the gradient is partial already, because each rank has other tokens. The output tells
-whether a region ends with its sum. It is checked once per mode and set of arguments; later calls of that kind have no
-hook.
+whether a region ends with its sum.
 
 # [Note: sequence lengths]
 Parts of the sequence are padded to the equal length ceil(length / tp), because collectives of equal parts are fastest.
@@ -381,12 +380,10 @@ def install_region(
     """
     edge = edge_of(context, stack)
     leave = leave or RegionExit(edge=edge)
-    check = _EndCheck(context) if kind == "row" and stack is None else None
-    if check is not None:
-        module.register_forward_hook(check)
+    records_sums = kind == "row" and stack is None
 
     def enter(module: nn.Module, arguments: Arguments) -> None:
-        context.state.sums = check.begin(module, arguments) if check is not None else None
+        context.state.sums = [] if records_sums else None
         _enter_inputs(arguments, name, edge, context, residual_inputs, parts)
         if kind != "output":
             context.fork_rng("region", module)
@@ -405,54 +402,16 @@ def install_region(
         drops = context.has_dropout and module.training
         return map_first(output, lambda x: leave(x, context, drops=drops))
 
+    def end_sums(module: nn.Module, args: Any, output: Any) -> Any:
+        sums, context.state.sums = context.state.sums, None
+        return map_first(output, lambda x: _rescale_to_partial(x, sums)) if sums else None
+
+    if records_sums:
+        module.register_forward_hook(end_sums)
     edit_arguments(module, enter)
     # Hooks that must run tell blocks apart for torch.compile, so there are none where nothing is drawn.
     if kind == "output" or context.has_dropout:
         module.register_forward_hook(on_output, with_kwargs=True, always_call=context.has_dropout)
-
-
-_ENDS, _CALL = "_shardwise_ends", "_shardwise_call"
-
-
-class _EndCheck:
-    """Forward hook that finds out whether a region continues after its sum; see [Note: after the sum].
-
-    Each module records the kinds of calls that ended with the sum. The hook is removed after such a call.
-    """
-
-    def __init__(self, context: SplitContext) -> None:
-        self.axis = context.tp
-        self._context = context
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_EndCheck":
-        return self
-
-    def begin(self, module: nn.Module, arguments: Arguments) -> list[Sum] | None:
-        """Returns the list in which this call's sums are recorded; None if calls of this kind end with their sum."""
-        if torch.compiler.is_compiling() or self._context.is_compiled:
-            return []
-        call = module.training, tuple(name for name, value in arguments.items() if value is not None)
-        if call in module.__dict__.setdefault(_ENDS, set()):
-            return None
-        module.__dict__[_CALL] = call
-        if self not in module._forward_hooks.values():
-            nn.Module.register_forward_hook(module, self, prepend=True)  # the module's own may refuse hooks
-        return []
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        context = self._context
-        sums, context.state.sums = context.state.sums, None
-        if not sums:
-            return None
-        if not torch.compiler.is_compiling() and not context.is_compiled and _ends_with(_first(output), sums):
-            module.__dict__[_ENDS].add(module.__dict__[_CALL])
-            module._forward_hooks.pop(next(key for key, hook in module._forward_hooks.items() if hook is self))
-            return None
-        return map_first(output, lambda x: _rescale_to_partial(x, sums))
-
-
-def _first(output: Any) -> Any:
-    return output[0] if isinstance(output, list | tuple) and output else output
 
 
 def _enter_inputs(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from shardwise.comm.agree import Agreement, agree
+from shardwise.comm.agree import Agreement
 from shardwise.comm.collectives import host_device
 from shardwise.errors import BatchError, RankError, UnsupportedError
 from shardwise.mesh import Mesh
@@ -63,7 +63,7 @@ def check_same_batch(
     elif not numbers:
         return []
     try:
-        return agree(
+        return Agreement(
             group,
             fields,
             doing="a forward or a step",
@@ -72,7 +72,7 @@ def check_same_batch(
             "mesh.data_rank" + ("; and call the same model in the same mode" if also else ""),
             error=BatchError,
             numbers=numbers,
-        )
+        ).wait()
     except BatchError as error:
         if error.at != _STEPS:
             raise
@@ -87,7 +87,7 @@ def agree_over_data(
     `wait` of the result raises if any rank's batch is invalid or calls differ; else it returns every rank's `numbers`.
     Ranks that differ along tp or pp have passed `check_same_batch`, so they get the same result.
 
-    Communicates: over the data axes, like `agree`.
+    Communicates: over the data axes, like `Agreement`.
     """
     return Agreement(
         mesh.group(*DATA_AXES),
@@ -101,9 +101,7 @@ def agree_over_data(
 
 
 def call_fingerprint(context: SplitContext, also: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the facts other than the rows that must be equal on all ranks, as text by name: `also`, autocast,
-    optimizer steps.
-    """
+    """Returns what else than rows must be equal on all ranks, as text by name: `also`, autocast, optimizer steps."""
     autocast = torch.is_autocast_enabled(context.device.type) and torch.get_autocast_dtype(context.device.type)
     described = {name: repr(value) for name, value in also.items()} | {"torch.autocast": str(autocast)}
     return described | describe_steps(context)

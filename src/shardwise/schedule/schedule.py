@@ -126,9 +126,7 @@ class Schedule:
         return self.most_held(dict.fromkeys(self.rank_of, 1))
 
     def most_held(self, sizes: Mapping[int, int]) -> tuple[int, ...]:
-        """Returns the maximum memory that every rank holds at once,
-        by the size of each stage's activation (default 0).
-        """
+        """Returns the most memory that every rank holds at once, by each stage's size of an activation (default 0)."""
         return tuple(
             max(accumulate(_HELD[action.kind] * sizes.get(action.stage, 0) for action in actions))
             for actions in self.actions

@@ -357,9 +357,7 @@ def with_reasons(candidate: Candidate, reasons: Mapping[str, str]) -> Plan:
 
 
 def check_share(name: str, candidate: Candidate, reasons: Mapping[str, str], reached: Collection[str]) -> None:
-    """Raises `PlanError` if the best plan splits almost nothing of the layers.
-    `reached`: parameters with a gradient.
-    """
+    """Raises `PlanError` if the best plan splits almost no part of layers. `reached`: parameters with a gradient."""
     parameters, layer_of = candidate.split.parameters, candidate.facts.layer_of
     used = [planned for fqn, planned in parameters.items() if layer_of(fqn) is not None and fqn in reached]
     share = split_share(used)

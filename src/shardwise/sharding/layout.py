@@ -142,9 +142,7 @@ class Layout:
         return _pieces(self._dims(coords, owned=False)) if self.is_held(coords) else ()
 
     def owned(self, coords: Mapping[str, int]) -> tuple[Piece, ...]:
-        """Returns the pieces that the rank at `coords` owns.
-        Over all coords they contain every canonical element once.
-        """
+        """Returns the pieces that the rank at `coords` owns; over all coords, every canonical element once."""
         for step in self.steps:
             coord, placement = step.coord(coords), step.placement
             if isinstance(placement, Replicate) and coord:

@@ -151,9 +151,7 @@ def split_blocks(dim: int, num_blocks: int, *, block_size: int, parts: int) -> S
 
 
 def split_heads(dim: int, num_heads: int, *, head_dim: int, parts: int) -> Split:
-    """Returns the split by whole attention heads, like `split_blocks`. Adjacent coords share a head if there are too
-    few.
-    """
+    """Returns the split by whole heads, like `split_blocks`; adjacent coords share a head if there are too few."""
     if parts <= num_heads:
         return split_blocks(dim, num_heads, block_size=head_dim, parts=parts)
     if parts % num_heads:

@@ -1,7 +1,4 @@
-"""The pipeline stages of one rank: the model's own forward, of which only its segments compute.
-
-See [Note: a stage's forward].
-"""
+"""One rank's pipeline stages: the model's own forward, of which its segments compute; see [Note: a stage's forward]."""
 
 import copy
 import functools
@@ -25,17 +22,6 @@ from shardwise.stages.run import ComputeRun, MeasureRun, Module, Outgoing, Own, 
 Lengths = tuple[int, ...]  # sizes of a forward's arguments that grow by one with every token that is generated
 
 Cuts = list[tuple[StageTensor, ...]]  # what comes into each stage, and at the end nothing
-
-__all__ = [
-    "LayerContainer",
-    "MayHaveNoParameters",
-    "StageAwareCall",
-    "StageTensor",
-    "StagedModel",
-    "Stages",
-    "cache_parts",
-    "copy_cache",
-]
 
 
 class StagedModel:
@@ -242,10 +228,7 @@ def _autocast() -> Any:
 
 
 def _key(value: Any, lengths: list[int], name: str = "") -> Any:
-    """Returns the cache key of an argument: everything on which shapes depend.
-
-    Adds the sizes that grow in generation to `lengths`.
-    """
+    """Returns an argument's cache key: all that shapes depend on. Adds sizes that grow in generation to `lengths`."""
     if isinstance(value, Tensor):
         if name.endswith("attention_mask"):
             lengths.append(value.shape[-1])

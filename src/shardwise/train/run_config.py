@@ -18,22 +18,6 @@ from shardwise.estimate.cuts import check_pipeline, fewest_microbatches, schedul
 from shardwise.plan.options import FsdpPolicy, Pipeline, Recompute
 from shardwise.topology.shape import UNSERVED_AXES, MeshShape
 
-__all__ = [
-    "CheckpointConfig",
-    "CompilationConfig",
-    "DataConfig",
-    "EvaluationConfig",
-    "LogConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "PrecisionConfig",
-    "Problem",
-    "ScheduleConfig",
-    "TrainConfig",
-    "check_config",
-    "lr_factor",
-]
-
 Finite = Field(allow_inf_nan=False)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.agree import Agreement, agree
+from shardwise.comm.agree import Agreement
 from shardwise.comm.collectives import all_reduce_
 from shardwise.data.ahead import DeviceBatch, send
 from shardwise.data.batch import (
@@ -43,8 +43,6 @@ from shardwise.runtime.host_masks import host_mask_of, read_host_mask, take_host
 from shardwise.runtime.same_batch import agree_over_data, call_fingerprint, check_same_batch, compared_already
 from shardwise.schedule.schedule import Schedule
 from shardwise.topology.shape import DATA_AXES
-
-__all__ = ["Count", "StepResult", "TrainStep", "Weight"]
 
 
 class _Late:
@@ -333,9 +331,8 @@ class TrainStep:
         masks = [host_mask_of(part) for part in batch.parts]
         has_documents = any(mask is not None and mask.segments is not None for mask in masks)
         what = "ranks do not train alike"
-        numbers = agree(
-            self.mesh.group(*DATA_AXES), {}, doing="a step", what=what, fix="", numbers=(is_unused, has_documents)
-        )
+        group = self.mesh.group(*DATA_AXES)
+        numbers = Agreement(group, {}, doing="a step", what=what, fix="", numbers=(is_unused, has_documents)).wait()
         unused, documents = (any(column) for column in zip(*numbers, strict=True))
         if not unused:
             return loss

@@ -240,10 +240,7 @@ def config_place(source: str | os.PathLike[str]) -> str | os.PathLike[str]:
 
 
 def open_weights(path_or_hub_id: str | os.PathLike[str], **options: Any) -> CheckpointIndex:
-    """Opens the weights of a directory or hub id: Hugging Face safetensors, DCP, or transformers' distributed format.
-
-    `options` are `HUB_OPTIONS`.
-    """
+    """Opens weights by directory or hub id: safetensors, DCP or transformers' distributed. `options`: `HUB_OPTIONS`."""
     directory = Path(path_or_hub_id) / (options.get("subfolder") or "")
     is_plain = any(directory.glob("model*.safetensors*")) if directory.is_dir() else True
     kind = None if is_plain else locate.kind_of(directory)

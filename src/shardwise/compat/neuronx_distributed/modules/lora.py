@@ -61,9 +61,7 @@ class LoraConfig:
             raise ConfigError("LoraConfig merge_lora without save_lora_base", why="it is the base that it is merged in")
 
     def as_saved(self) -> "LoraConfig":
-        """Returns the config of the adapter that will be loaded, else this config.
-        Raises `LoadError` if it is missing.
-        """
+        """Returns the config of the adapter to load, else this config. Raises `LoadError` if it is missing."""
         if not self.load_lora_from_ckpt:
             return self
         saved = read_adapter_config(find_tag(Path(self.lora_save_dir), self.lora_load_tag))
