@@ -65,7 +65,8 @@ def write_as_trainer(run):
     with shardwise.Mesh.open("tp1") as mesh:
         model = shardwise.load(run["export"], mesh)
         parameters = dict(model.named_parameters())
-        optimizer = torch.optim.AdamW([parameters[name] for name in trained_names(model)])
+        groups = [{"params": [parameters[name] for name in group]} for group in trained_names(model)]
+        optimizer = torch.optim.AdamW(groups)
         extra = shardwise.load_checkpoint(run["checkpoint"]["dir"], model=model, optimizer=optimizer)
         torch.save(optimizer.state_dict(), f"{run['export']}/optimizer.pt")
     state = {"global_step": extra["step"], "epoch": 0.1}

@@ -79,9 +79,11 @@ def test_what_does_not_belong_together_is_refused(trained, tmp_path, capsys):
         "no adapter in": [str(trained / "base"), out, "--merge-adapter", str(tmp_path)],
         "write its adapter with --adapter": [str(trained / "run"), out],
         "--adapter writes only an adapter": [str(trained / "run"), out, "--adapter", "--dtype", "float16"],
+        "--to trainer writes what was saved": [str(trained / "run"), out, "--to", "trainer", "--adapter"],
+        "in which no Trainer saved an optimizer": [str(trained / "run"), out, "--to", "trainer"],
     }
     for text, arguments in refused.items():
-        assert main(["convert", *arguments, "--to", "hf"]) != 0
+        assert main(["convert", "--to", "hf", *arguments]) != 0
         assert text in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
 

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+from concurrent.futures import Future
+from fnmatch import fnmatch
 from itertools import zip_longest
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy
 import peft
 import pytest
 import torch
 import transformers
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 import shardwise
+from shardwise.cli.main import main
 from shardwise.comm.collectives import all_gather_objects
 from shardwise.testing.spawn import spawn
 from shardwise.trainer import Trainer
-from tests.trainer.modules import Rows, arguments, build, split_trainer
+from tests.trainer.modules import Rows, arguments, build, curve, split_trainer, unsplit_run
 
-pytestmark = pytest.mark.spawn
+pytestmark = [
+    pytest.mark.spawn,
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),  # PEFT asks for it
+]
 
 RUN = {
     "max_steps": -1,
@@ -112,6 +124,49 @@ def test_a_run_of_transformers_own_goes_on(on_ranks, whole, tmp_path, layout):
             torch.testing.assert_close(own[name], value, atol=1e-5, rtol=0, msg=name)
 
 
+LORA = {"r": 2, "target_modules": ["q_proj"], "lora_dropout": 0.0}
+SIX = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "learning_rate": 1e-2, "warmup_steps": 2}
+
+
+def unsplit(adapts, directory):
+    model = build("llama").from_pretrained(f"{directory}/base")
+    return peft.get_peft_model(model, peft.LoraConfig(**LORA, init_lora_weights=False)) if adapts else model
+
+
+def six_steps(trainer, model, directory, data_size=1, stop=0, resumed=None):
+    """Of six steps those to `stop`, or to the end."""
+    given = arguments(directory, data_size, **SIX)
+    run = trainer(model, given, train_dataset=Rows("llama", 14), callbacks=[StopAt(stop)])
+    run.train(resume_from_checkpoint=resumed)
+    return curve(run), {name: value.detach().clone() for name, value in run.model.named_parameters()}
+
+
+def three_steps(mesh, adapts, directory):
+    model = unsplit(adapts, Path(directory).parent)
+    six_steps(Trainer, shardwise.parallelize(model, mesh), directory, mesh.data_size, stop=3)
+    return torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+
+
+@pytest.mark.parametrize(("layout", "adapts"), [("tp2", False), ("fsdp2", True)])
+def test_transformers_own_goes_on_from_an_export(on_ranks, tmp_path, layout, adapts):
+    build("llama").save_pretrained(tmp_path / "base")
+    (states, _) = on_ranks(three_steps, directory=str(tmp_path / "ours"), adapts=adapts)
+    out = tmp_path / "plain"
+    assert main(["convert", str(tmp_path / "ours"), "--to", "trainer", str(out)]) == 0
+    (log, state), (found, own) = (
+        six_steps(transformers.Trainer, unsplit(adapts, tmp_path), tmp_path / "one", resumed=resumed)
+        for resumed in (None, str(out))
+    )
+    assert [each for pair in found for each in pair] == pytest.approx([each for pair in log for each in pair], rel=1e-5)
+    for name, value in state.items():
+        torch.testing.assert_close(own[name], value, atol=1e-5, rtol=0, msg=name)
+    groups, own = (torch.load(each / "optimizer.pt")["param_groups"] for each in (tmp_path / "one/checkpoint-3", out))
+    assert [each.keys() for each in own] == [each.keys() for each in groups]
+    if layout == "tp2":  # with other data ranks, new random states are drawn
+        written = torch.load(out / "rng_state.pth", weights_only=False)
+        assert [str(written[name]) for name in ("cpu", "python", "numpy")] == [*map(str, states)]
+
+
 @pytest.mark.single
 def test_a_checkpoint_is_one_of_transformers_too(whole):
     (_, best, state), directory = whole
@@ -176,3 +231,78 @@ def test_adapters_alone_are_the_best_model_and_resume(on_ranks, tmp_path, layout
     for (first, second), best in on_ranks(adapt_alone, directory=str(tmp_path)):
         assert first == pytest.approx(best, abs=1e-6)
         assert second == pytest.approx(best, abs=1e-6), "the best one again, from a run that had nothing left to do"
+
+
+def push(trainer, model, directory, strategy, data_size=1):
+    """What four steps and a save of the model push, by place and message, and how often a repository is made."""
+    pushed, made = [], []
+
+    def upload(*, folder_path, commit_message, path_in_repo="", ignore_patterns=(), **others):
+        files = {str(each.relative_to(folder_path)) for each in Path(folder_path).rglob("*") if each.is_file()}
+        ignored = {each for each in files for pattern in ignore_patterns if fnmatch(each, pattern)}
+        pushed.append((path_in_repo, commit_message, files - ignored))
+        (done := Future()).set_result(SimpleNamespace())
+        return done
+
+    def create(repo, **others):
+        made.append(repo)
+        return SimpleNamespace(repo_id=repo)
+
+    hub = {"create_repo": create, "upload_folder": upload}
+    options = {"push_to_hub": True, "hub_model_id": "own/model", "hub_strategy": strategy}
+    options |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**hub, "hf_api": lambda: SimpleNamespace(**hub)}.items():
+            patch.setattr(transformers.trainer, name, value, raising=False)
+        run = trainer(model, arguments(directory, data_size, **options), train_dataset=Rows("llama", 14))
+        run.train()
+        run.save_model()
+    return pushed, made
+
+
+def push_on_rank(mesh, directory, strategy):
+    return push(Trainer, shardwise.parallelize(build("llama"), mesh), directory, strategy, mesh.data_size)
+
+
+@pytest.mark.parametrize("strategy", ["checkpoint", "every_save", "end"])
+@pytest.mark.parametrize("layout", ["fsdp2"])
+def test_what_transformers_pushes_is_pushed_once(on_ranks, tmp_path, layout, strategy):
+    wanted, made = push(transformers.Trainer, build("llama"), tmp_path / "one", strategy)
+    (found, own_made), other = on_ranks(push_on_rank, directory=str(tmp_path / "own"), strategy=strategy)
+    assert other == ([], []) and own_made == made == ["own/model"]
+    assert [each[:2] for each in found] == [each[:2] for each in wanted]
+    of_one_process = {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
+    for (place, _, files), (*_, expected) in zip(found, wanted, strict=True):
+        assert not expected - files - of_one_process
+        assert place or not files - expected
+
+
+class Terminated(transformers.TrainerCallback):
+    def on_step_begin(self, args, state, control, **others):
+        if state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def terminate(layout, directory, resumes):
+    """Trains until SIGTERM, which rank 0 notices first, or from there on."""
+    with shardwise.Mesh.open(layout) as mesh:
+        beside = {} if resumes else {"callbacks": [Terminated()]}
+        trainer = split_trainer(mesh, "llama", directory, enable_jit_checkpoint=True, beside=beside)
+        for each in trainer.callback_handler.callbacks:
+            if isinstance(each, JITCheckpointCallback):
+                each.jit_manager.kill_wait = mesh.rank / 4
+        trainer.train(resume_from_checkpoint=resumes)
+        return trainer.state.global_step, curve(trainer)
+
+
+@pytest.mark.parametrize("layout", ["tp2"])
+def test_a_run_that_is_sent_sigterm_saves_and_goes_on(tmp_path, layout):
+    """At tp2 all ranks stop at one step, and neither waits for the other."""
+    (step, _), (other, _) = spawn(terminate, 2, layout, str(tmp_path), resumes=False, timeout=60.0)
+    assert step == other < 20 and [each.name for each in tmp_path.glob("check*")] == [f"checkpoint-{step}"]
+    wanted, _ = unsplit_run("llama")
+    for end, found in spawn(terminate, 2, layout, str(tmp_path), resumes=True, timeout=60.0):
+        assert end == 20
+        assert [each for pair in found for each in pair] == pytest.approx(
+            [each for pair in wanted for each in pair], rel=1e-5, abs=1e-5
+        )

@@ -22,6 +22,7 @@ from shardwise.loss import cross_entropy
 from shardwise.parameters.replicas import find_unequal_replicas
 from shardwise.trainer import adapt
 from tests.families import FULL_PRODUCT
+from tests.train.test_images import MODELS
 from tests.trainer.modules import CONFIGS, SIZES, arguments, build
 from tests.trainer.test_trl_head import Largest
 
@@ -227,12 +228,20 @@ def in_one_batch(run, data_size=1):
     return {name: value for name, value in found.items() if "per_second" not in name and "runtime" not in name}
 
 
+class Own(transformers.LlamaForCausalLM):
+    """A user's own."""
+
+
+LOADED = {"model_init_kwargs": {"rms_norm_eps": 0.1, "attn_implementation": "eager"}}
+
+
 def train_from_files(mesh, kind, directory, source):
-    """The Trainer loads the model, and DPO's reference, of which a rank holds a part."""
-    size, beside = mesh.data_size, {"layout": str(mesh.shape)}
-    run = make(adapt(trainer_of(kind)[0]), kind, source, directory, data_size=size, beside=beside)
+    """The Trainer loads the model, and DPO's reference, of which a rank holds a part, in the same way."""
+    size, beside = mesh.data_size, {"layout": str(mesh.shape), "auto_class": Own}
+    run = make(adapt(trainer_of(kind)[0]), kind, source, directory, data_size=size, beside=beside, **LOADED)
     held = [run.model, run.ref_model] if kind == "dpo" else [run.model]
-    assert all(count(each) < 0.6 * count(build("llama")) for each in held)
+    assert all(count(each) < 0.6 * count(build("llama")) and isinstance(each, Own) for each in held)
+    assert all(each.config._attn_implementation == "eager" for each in held)
     run.train()
     entries = log(run)
     return [*entries, {"grad_norm": 0.0, **in_one_batch(run, size)}], shardwise.full_state_dict(run.model)
@@ -240,6 +249,38 @@ def train_from_files(mesh, kind, directory, source):
 
 def count(model):
     return sum(each.to_local().numel() if isinstance(each, DTensor) else each.numel() for each in model.parameters())
+
+
+def train_on_images(model, family, directory, data_size=1):
+    """Four steps, of which two have three rows, or one."""
+
+    def collate(numbers):
+        batch = MODELS[family][1]([each["row"] for each in numbers])
+        return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+
+    skips = {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
+    given = arguments(directory, data_size, kind=trl.SFTConfig, **options_of("images", steps=4, **skips))
+    numbers = datasets.Dataset.from_list(
+        [{"row": row} for row in ((0, 1, 2, 3, 0, 3, 2) if family == "llava" else (0, 1, 2, 3, 0))]
+    )
+    beside = {"train_dataset": numbers, "data_collator": collate, "processing_class": tokenizer()}
+    run = (trl.SFTTrainer if data_size == 1 else adapt(trl.SFTTrainer))(model, given, **beside)
+    run.train()
+    return run
+
+
+def train_on_images_on_rank(mesh, family, directory):
+    split = shardwise.parallelize(MODELS[family][0](), mesh)
+    run = train_on_images(split, family, directory, mesh.data_size)
+    return log(run), shardwise.full_state_dict(run.model)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2"])
+@pytest.mark.parametrize("family", MODELS)
+def test_rows_with_images_in_a_batch_that_does_not_divide(on_ranks, tmp_path, layout, family):
+    run = train_on_images(MODELS[family][0](), family, str(tmp_path))
+    found = on_ranks(train_on_images_on_rank, family=family, directory=str(tmp_path))
+    check(found, (log(run), run.model.state_dict()))
 
 
 def load_for_rewards(mesh, directory, source):
@@ -263,7 +304,7 @@ def test_models_from_files_and_evaluation(on_ranks, tmp_path, kind, layout):
     """17 rows: a data rank has one more than the other."""
     source = str(tmp_path / "model")
     build("llama").save_pretrained(source)
-    run = make(trainer_of(kind)[0], kind, source, str(tmp_path / "one"))
+    run = make(trainer_of(kind)[0], kind, source, str(tmp_path / "one"), **LOADED)
     run.train()
     entries, state = log(run), run.model.state_dict()
     found = on_ranks(train_from_files, directory=str(tmp_path), source=source)
@@ -306,6 +347,50 @@ def sample(trainer, model, directory, data_size=1):
     run = trainer(model, reward, given, train_dataset=prompts, processing_class=tokenizer())
     run.train()
     return run, sampled, [{name: value for name, value in each.items() if name != "step_time"} for each in log(run)]
+
+
+class Written(trl.GRPOTrainer):
+    """Its completions depend on the prompt and the place in its group alone."""
+
+    def _generate_single_turn(self, prompt_ids, *others, **options):
+        draws = [random.Random(f"{ids} {row % 2}") for row, ids in enumerate(prompt_ids)]
+        return [[draw.randrange(2, 96) for _ in range(draw.randint(2, 8))] for draw in draws], None
+
+
+def compare(trainer, model, directory, data_size=1, *, adapts, sync, **beside):
+    """Three steps of GRPO beside a reference model, and an evaluation."""
+    chosen = {"num_generations": 2, "max_completion_length": 8, "rows": 8, "beta": 0.5, "learning_rate": 1e-2}
+    chosen |= {"sync_ref_model": sync, "ref_model_sync_steps": 2}
+    given = arguments(directory, data_size, kind=trl.GRPOConfig, **chosen, **options_of("grpo", steps=3))
+    prompts = rows("dpo").select_columns(["prompt"])
+    beside |= {"train_dataset": prompts, "eval_dataset": prompts.select(range(2)), "processing_class": tokenizer()}
+    adapter = peft.LoraConfig(**LORA, lora_alpha=400) if adapts else None
+    run = trainer(model, lambda completion_ids, **_: reward_of(completion_ids), given, peft_config=adapter, **beside)
+    run.train()
+    run.evaluate()
+    entries = [*log(run), {"grad_norm": 0.0, **run.state.log_history[-1]}]
+    left_out = ("time", "runtime", "per_second", "epoch")
+    return run, [{name: each[name] for name in each if not name.endswith(left_out)} for each in entries]
+
+
+def compare_on_rank(mesh, directory, adapts, sync):
+    model = build("llama") if adapts else f"{directory}/model"  # PEFT draws as in one process
+    beside = {"layout": str(mesh.shape), "adapts": adapts, "sync": sync}
+    run, entries = compare(adapt(Written), model, directory, mesh.data_size, **beside)
+    assert adapts or count(run.ref_model) < 0.6 * count(build("llama"))
+    return entries, shardwise.full_state_dict(run.model)
+
+
+@pytest.mark.parametrize(
+    ("layout", "adapts", "sync"), [("tp2", False, True), ("fsdp2", False, False), ("fsdp2", True, False)]
+)
+def test_grpo_beside_a_reference_and_its_evaluation(on_ranks, tmp_path, layout, adapts, sync):
+    build("llama").save_pretrained(tmp_path / "model")
+    model = build("llama") if adapts else str(tmp_path / "model")
+    run, entries = compare(Written, model, str(tmp_path), adapts=adapts, sync=sync)
+    assert entries[2]["kl"] > 1e-4
+    found = on_ranks(compare_on_rank, directory=str(tmp_path), adapts=adapts, sync=sync)
+    check(found, (entries, run.model.state_dict()))
 
 
 class Drawing(trl.GRPOTrainer):
@@ -351,7 +436,6 @@ def test_grpo_samples_alike_on_tp_ranks_and_differently_on_data_ranks(on_ranks, 
         ("padded", {}, {"peft_config": peft.LoraConfig(**LORA)}, r"shardwise\.load\(\.\.\., adapter=peft_config\)"),
         ("dpo", {"precompute_ref_log_probs": True}, {}, "hashes full parameters"),
         ("dpo", {}, {}, "pass ref_model="),
-        ("grpo", {"beta": 0.1, "num_generations": 2}, {"reward_funcs": len}, r"use beta=0\.0"),
     ],
 )
 def test_what_split_models_cannot_do_is_refused(tmp_path, kind, options, beside, match):

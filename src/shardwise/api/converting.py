@@ -1,23 +1,28 @@
 """Converts a checkpoint, ours or another system's, to a plain Hugging Face directory, in one process without ranks."""
 
+import importlib
 import os
+import random
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import transformers
 from torch import nn
 
-from shardwise.api.building import load
+from shardwise.api.building import load, parallelize
 from shardwise.api.checkpoints import export_pretrained, load_checkpoint
 from shardwise.api.prepare import decide
 from shardwise.api.sources import Place
-from shardwise.checkpoint.collect import model_key
+from shardwise.checkpoint.collect import model_key, state_for_groups
 from shardwise.checkpoint.export import tokenizer_at
-from shardwise.checkpoint.manifest import MANIFEST
+from shardwise.checkpoint.manifest import INDEX, MANIFEST
 from shardwise.checkpoint.store import find_tag
-from shardwise.checkpoint.stored import StoredParts, open_checkpoint
+from shardwise.checkpoint.stored import StoredParts, decode_tree, open_checkpoint
+from shardwise.checkpoint.trainer_files import trained_names
 from shardwise.errors import LoadError, UnsupportedError
 from shardwise.lora.files import stored_names, write_adapter_files
 from shardwise.lora.inject import inject, read_adapter_config
@@ -25,6 +30,7 @@ from shardwise.mesh import Mesh
 from shardwise.parallel.build import build_meta_model, read_config
 from shardwise.parallel.loading import Allowed, find_weights
 from shardwise.plan.options import ParallelSpec
+from shardwise.runtime.adapter_facts import find_model
 from shardwise.sharding.layout import Layout
 from shardwise.topology.shape import MeshShape
 from shardwise.weights.conversion import has_tied_weights, plan_export, untie
@@ -176,6 +182,56 @@ def _meta(shape: Sequence[int], stored: torch.dtype, dtype: torch.dtype | None) 
     return torch.empty(tuple(shape), dtype=chosen, device="meta")
 
 
+def convert_to_trainer(stored: StoredParts, directory: Place) -> None:
+    """Writes a checkpoint of a Trainer of `shardwise.trainer` as transformers' Trainer in one process writes it.
+
+    Copies the weights and the Trainer's state, which are in the checkpoint in transformers' format. Holds all states of
+    the optimizer in memory, and changes the random states of this process.
+
+    Raises:
+        UnsupportedError: no Trainer saved it, or it holds no optimizer.
+        LoadError: the optimizer had other groups of parameters than Trainer's.
+    """
+    saved, values, out = stored.index.optimizers.get(""), stored.index.values, Path(directory)
+    if saved is None or not (stored.directory / "trainer_state.json").is_file():
+        raise UnsupportedError(
+            f"{stored.manifest.tag}, in which no Trainer saved an optimizer",
+            at=str(stored.directory),
+            fix="convert it with --to hf",
+        )
+    is_adapter = ADAPTER_CONFIG in stored.manifest.files
+    model = find_model((_adapted_model if is_adapter else meta_model)(stored)).to_empty(device="cpu")
+    for name, value in model.named_parameters():
+        value.requires_grad_(name in saved["parameters"])
+    names, (module, _, kind) = trained_names(model), saved["class"].rpartition(".")
+    with Mesh.open("tp1", device="cpu") as mesh, disk_errors(f"cannot write to {str(directory)[:100]!r}"):
+        named = dict(parallelize(model, mesh).named_parameters())
+        groups: list[dict[str, Any]] = [{"params": [named[name] for name in group]} for group in names]
+        optimizer: torch.optim.Optimizer = getattr(importlib.import_module(module), kind)(groups)
+        load_checkpoint(stored.directory.parent, stored.directory.name, optimizer=optimizer)
+        groups = optimizer.param_groups
+        for number, group in enumerate(groups):
+            if not group["params"]:
+                group |= {**groups[1 - number], "params": [], "weight_decay": 0.0}
+        ours = {MANIFEST, INDEX, *stored.index.files}
+        shutil.copytree(stored.directory, out, ignore=lambda _, names: ours & {*names}, dirs_exist_ok=True)
+        torch.save(optimizer.state_dict(), out / "optimizer.pt")
+        if "scheduler" in values:
+            state = decode_tree(values["scheduler"], stored.read_all("scheduler"))
+            torch.save(state_for_groups(state, groups), out / "scheduler.pt")
+        states = {"python": random.getstate(), "numpy": numpy.random.get_state(), "cpu": torch.get_rng_state()}
+        if (key := "random/0.0.0/cuda") in stored.index.tensors:
+            states["cuda"] = stored.read(key)
+        torch.save(states, out / "rng_state.pth")
+
+
+def _adapted_model(stored: StoredParts) -> Any:
+    """Returns the base of a checkpoint with its adapter, on the meta device."""
+    config, base = read_adapter_config(stored.directory), meta_model(stored)
+    base.name_or_path = config.base_model_name_or_path  # else PEFT takes the checkpoint for it
+    return inject(base, config)
+
+
 def convert_adapter(stored: StoredParts, directory: Place, *, tokenizer: Any = None) -> None:
     """Writes the adapter of a checkpoint in PEFT's format, without reading the weights of its base.
 
@@ -183,9 +239,7 @@ def convert_adapter(stored: StoredParts, directory: Place, *, tokenizer: Any = N
         tokenizer: saved with the adapter. Default: that of the base's directory, if there is one.
     """
     _check_adapter(stored)
-    config, base = read_adapter_config(stored.directory), meta_model(stored)
-    base.name_or_path = config.base_model_name_or_path  # else PEFT takes the checkpoint for it
-    model = inject(base, config)
+    model = _adapted_model(stored)
     keys = {key: model_key(stored.index.tied.get(name, name)) for key, name in stored_names(model).items()}
     if lacking := [key for key in keys.values() if key not in stored.index.tensors]:
         raise UnsupportedError(
@@ -195,7 +249,8 @@ def convert_adapter(stored: StoredParts, directory: Place, *, tokenizer: Any = N
             fix="load the checkpoint into its model, and use shardwise.export_pretrained",
         )
     state = {key: stored.read(own) for key, own in keys.items()}
-    own, text = tokenizer_at(base.name_or_path) if tokenizer is None else tokenizer, stored.directory / ADAPTER_CONFIG
+    source = read_adapter_config(stored.directory).base_model_name_or_path
+    own, text = tokenizer_at(source) if tokenizer is None else tokenizer, stored.directory / ADAPTER_CONFIG
     with disk_errors(f"cannot write to {str(directory)[:100]!r}"):
         write_adapter_files(Path(directory), state, text.read_bytes(), tokenizer=own)
 

@@ -119,6 +119,15 @@ def lock(root: Path) -> None:
     _LOCKS[place] = descriptor
 
 
+def unmark(root: Path) -> None:
+    """Removes `latest` and this process's lock from a directory of checkpoints; the next save makes both again."""
+    place = root.resolve() / _LOCK
+    if (descriptor := _LOCKS.pop(place, None)) is not None:
+        place.unlink(missing_ok=True)
+        os.close(descriptor)
+    (root / LATEST).unlink(missing_ok=True)
+
+
 def clean(root: Path) -> None:
     """Removes what crashed saves have left in `root`, which this job must have locked, while it does not save."""
     replaced = [path for tag, path in find_asides(root).items() if (root / tag / MANIFEST).is_file()]

@@ -33,13 +33,13 @@ def is_trainer(directory: Path) -> bool:
     return (directory / _STATE).is_file() and not is_ours
 
 
-def trained_names(model: nn.Module) -> list[str]:
-    """Returns the trained parameters of an unsplit model in the order in which Trainer's optimizer numbers them."""
+def trained_names(model: nn.Module) -> tuple[list[str], list[str]]:
+    """Returns the trained parameters of an unsplit model as Trainer's optimizer has them: decayed ones, and others."""
     from transformers import Trainer  # slow to import
 
     trained = [name for name, value in model.named_parameters() if value.requires_grad]
     decayed = {*Trainer.get_decay_parameter_names(None, model)}
-    return sorted(trained, key=lambda name: name not in decayed)
+    return [name for name in trained if name in decayed], [name for name in trained if name not in decayed]
 
 
 def read_optimizer(directory: Path, model: nn.Module) -> ChunkedIndex:
@@ -57,7 +57,7 @@ def read_optimizer(directory: Path, model: nn.Module) -> ChunkedIndex:
     except Exception as error:  # torch's reader fails in many ways
         raise LoadError(f"{path.name} cannot be read", at=str(path), why=str(error)[:300]) from error
     if not all(isinstance(name, str) for name in names):
-        numbers, names = names, trained_names(model)
+        numbers, names = names, [name for group in trained_names(model) for name in group]
         if len(found["param_groups"]) == 1:  # an optimizer that Trainer was given
             names = [name for name, value in model.named_parameters() if value.requires_grad]
         if len(names) != len(numbers):

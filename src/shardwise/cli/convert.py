@@ -20,6 +20,11 @@ base model, which is named first:
   shardwise convert runs/lora/checkpoints --adapter --to hf out
   shardwise convert path/or/hub-id --merge-adapter runs/lora/checkpoints --to hf out
   shardwise convert path/or/hub-id --merge-adapter directory/of/adapter --to hf out
+
+A checkpoint of shardwise.trainer's Trainer is written so that transformers' Trainer goes on from it in one process,
+with its optimizer, whose states are held in memory:
+
+  shardwise convert runs/first/checkpoint-300 --to trainer out
 """
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -30,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "a directory of checkpoints, or one of them; with --merge-adapter the base"
     parser.add_argument("checkpoint", metavar="CKPT", help=about)
     parser.add_argument("out", metavar="OUT", help="the new directory")
-    parser.add_argument("--to", choices=("hf",), required=True, help="the format: hf, which transformers loads")
+    about = "the format: hf, which transformers loads; trainer, from which its Trainer resumes"
+    parser.add_argument("--to", choices=("hf", "trainer"), required=True, help=about)
     parser.add_argument("--tag", help="which checkpoint (default: the newest)")
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: as saved)")
     parser.add_argument("--adapter", action="store_true", help="write only the adapter, in PEFT's format")
@@ -48,6 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{out} is not empty", fix="remove it or name another; nothing is overwritten")
     if arguments.adapter and (arguments.merge_adapter or arguments.dtype):
         raise ConfigError("--adapter writes only an adapter", fix="remove --merge-adapter and --dtype")
+    is_trainer = arguments.to == "trainer"
+    if is_trainer and (arguments.adapter or arguments.merge_adapter or arguments.dtype or arguments.tokenizer):
+        raise ConfigError("--to trainer writes what was saved", fix="remove the other options, or use --to hf")
     import torch  # slow to import, as are the next
 
     from shardwise.api import converting
@@ -63,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         print(f"{arguments.merge_adapter} merged into {path}: {out}")
         return 0
-    is_foreign = kind_of(path) in CONVERTIBLE
+    is_foreign = kind_of(path) in CONVERTIBLE and not is_trainer
     if (arguments.tag if is_foreign else arguments.config) is not None:
         option, kind = ("--tag", "Shardwise's own checkpoints") if is_foreign else ("--config", "other checkpoints")
         raise ConfigError(f"{option} is only for {kind}", fix="remove it")
@@ -72,7 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{path} converted to {out}")
         return 0
     with converting.open_anywhere(path, arguments.tag) as stored:
-        if arguments.adapter:
+        if is_trainer:
+            converting.convert_to_trainer(stored, out)
+        elif arguments.adapter:
             converting.convert_adapter(stored, out, tokenizer=tokenizer)
         else:
             converting.convert_to_hf(stored, out, dtype=dtype, tokenizer=tokenizer)

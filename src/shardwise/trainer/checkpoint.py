@@ -5,22 +5,24 @@ parameters, optimizer, scheduler and random states by name. It appears complete 
 """
 
 import functools
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, TrainerCallback
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from typing_extensions import override
 
 from shardwise.api.checkpoints import export_pretrained, load_checkpoint, read_pretrained, save_request, save_with
 from shardwise.checkpoint.collect import restore_random
 from shardwise.checkpoint.manifest import MANIFEST
+from shardwise.checkpoint.store import unmark
 from shardwise.checkpoint.stored import open_checkpoint
 from shardwise.checkpoint.trainer_files import is_trainer
 from shardwise.comm.agree import raise_on_all_ranks
+from shardwise.comm.collectives import all_gather_objects
 from shardwise.lora.files import load_adapter_weights
 from shardwise.mesh import Mesh
 
@@ -29,13 +31,21 @@ if TYPE_CHECKING:
 else:
     _Trainer = object  # the class beside a mixin has the methods that it overrides
 
-_STATE, _ARGUMENTS, _INCOMPLETE = "trainer_state.json", "training_args.bin", "checkpoint-is-incomplete.txt"
+_STATE, _ARGUMENTS = "trainer_state.json", "training_args.bin"
 
 
 class SavesSplitModels(_Trainer):
     """The part of `SplitTrainer` that saves and resumes."""
 
     _mesh: Mesh | None
+
+    @override
+    def train(self, *args: Any, **options: Any) -> Any:
+        """Trains. With `enable_jit_checkpoint`, all ranks save at one step after any was sent SIGTERM."""
+        for each in self.callback_handler.callbacks:
+            if self._mesh is not None and isinstance(each, JITCheckpointCallback):
+                each.__class__ = _SavesTogether
+        return super().train(*args, **options)
 
     @override
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
@@ -66,17 +76,13 @@ class SavesSplitModels(_Trainer):
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         root = Path(self._get_output_dir(trial=trial))
-        with raise_on_all_ranks(self._mesh.group(), "clearing the place of a checkpoint"):
-            if self.args.should_save and [each.name for each in (root / name).glob("*")] == [_INCOMPLETE]:
-                shutil.rmtree(root / name)  # transformers marks a directory before it saves after SIGTERM
         if self.state.best_global_step:
             best = root / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
             if best.name == name or best.exists():
                 self.state.best_model_checkpoint = str(best)
         self._note_callbacks()
         if self.args.save_only_model:
-            self._save(str(root / name))
-            self._write_state(root / name)
+            self._add_files(root / name)
         else:
             save_with(
                 functools.partial(save_request, root, name, None, step=self.state.global_step),
@@ -86,9 +92,10 @@ class SavesSplitModels(_Trainer):
                 extra={"step": self.state.global_step},
                 add_files=self._add_files,
             )
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(root / name))
-        with raise_on_all_ranks(self._mesh.group(), "deleting older checkpoints"):
+        with raise_on_all_ranks(self._mesh.group(), "pushing the checkpoint, and deleting older ones"):
+            if self.args.push_to_hub:
+                unmark(root)
+                self._push_from_checkpoint(str(root / name))
             if self.args.should_save:
                 rotate_checkpoints(
                     output_dir=str(root),
@@ -97,12 +104,16 @@ class SavesSplitModels(_Trainer):
                     use_mtime=True,
                 )
 
-    def _add_files(self, directory: Path) -> None:
-        self._save(str(directory))
-        self._write_state(directory)
+    @override
+    def push_to_hub(self, *args: Any, **options: Any) -> Any:
+        """Pushes the model, without what marks the directory as one of checkpoints."""
+        if self._mesh is not None:
+            unmark(Path(self.args.output_dir))
+        return super().push_to_hub(*args, **options)
 
-    def _write_state(self, directory: Path) -> None:
+    def _add_files(self, directory: Path) -> None:
         assert self._mesh is not None
+        self._save(str(directory))
         with raise_on_all_ranks(self._mesh.group(), "saving the Trainer's state"):
             if self.args.should_save:
                 self.state.save_to_json(str(directory / _STATE))
@@ -110,14 +121,11 @@ class SavesSplitModels(_Trainer):
 
     def _note_callbacks(self) -> None:
         """Writes the states of callbacks into the Trainer's state, as transformers does."""
+        known = self.state.stateful_callbacks
         for each in [*self.callback_handler.callbacks, self.control]:
             if isinstance(each, ExportableState):
-                kind, state = type(each).__name__, each.state()
-                known = self.state.stateful_callbacks.get(kind)
-                if isinstance(known, list):
-                    known.append(state)
-                else:
-                    self.state.stateful_callbacks[kind] = state
+                states = known.get(kind := type(each).__name__)
+                known[kind] = [*states, each.state()] if isinstance(states, list) else each.state()
 
     @override
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -125,15 +133,14 @@ class SavesSplitModels(_Trainer):
         if self._mesh is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
-        place = _place_of(resume_from_checkpoint)
+        place = Path(resume_from_checkpoint).resolve()
         if is_trainer(place) and (place / "adapter_config.json").exists():
             with raise_on_all_ranks(self._mesh.group(), "reading the adapter"):
                 load_adapter_weights(self.model, place)
-            return
-        if is_trainer(place):  # of transformers' own, or the model alone
+        elif is_trainer(place):  # of transformers' own, or the model alone
             read_pretrained(self.model, place)
-            return
-        load_checkpoint(place.parent, place.name, model=self.model)
+        else:
+            load_checkpoint(place.parent, place.name, model=self.model)
 
     @override
     def _load_best_model(self) -> None:
@@ -149,7 +156,7 @@ class SavesSplitModels(_Trainer):
         if self._mesh is None:
             super()._load_optimizer_and_scheduler(checkpoint)
         elif checkpoint is not None:
-            place = _place_of(checkpoint)
+            place = Path(checkpoint).resolve()
             if is_trainer(place) and not (place / "scheduler.pt").exists():
                 return  # the model alone was saved
             where = (place, None) if is_trainer(place) else (place.parent, place.name)
@@ -160,18 +167,26 @@ class SavesSplitModels(_Trainer):
         """Continues the random states of this data rank."""
         if self._mesh is None:
             super()._load_rng_state(checkpoint)
-        elif checkpoint is not None and (_place_of(checkpoint) / MANIFEST).exists():
-            with open_checkpoint(_place_of(checkpoint)) as stored:
+        elif checkpoint is not None and Path(checkpoint, MANIFEST).exists():
+            with open_checkpoint(Path(checkpoint).resolve()) as stored:
                 restore_random(self._mesh, stored.index.values.get("random", {}), stored.read_all("random/"))
 
 
-def _place_of(directory: Any) -> Path:
-    return Path(directory).resolve()
+class _SavesTogether(JITCheckpointCallback):
+    """Saves and stops after a step, on all ranks, once any of them was sent SIGTERM."""
+
+    on_pre_optimizer_step = on_step_begin = on_epoch_end = TrainerCallback.on_step_begin
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        manager, group = self.jit_manager, self.trainer._mesh.group()
+        if manager is not None and any(all_gather_objects(manager.is_checkpoint_requested, group)):
+            manager.is_checkpoint_requested = False
+            control.should_save = control.should_training_stop = True  # when the step is logged
+            control.should_evaluate = False
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
     """Returns the optimizer inside of accelerate's wrapper."""
-    inner = optimizer
-    while hasattr(inner, "accelerator_state"):
-        inner = inner.optimizer
-    return inner
+    while hasattr(optimizer, "accelerator_state"):
+        optimizer = optimizer.optimizer
+    return optimizer

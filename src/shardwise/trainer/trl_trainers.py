@@ -9,13 +9,14 @@ after. Their metrics are gathered without the copies of rows that fill up a batc
 import copy
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import transformers
 import trl
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from trl.trainer.callbacks import SyncRefModelCallback
 from typing_extensions import override
 
 from shardwise.api.building import load, parallelize
@@ -29,8 +30,9 @@ from shardwise.pipeline.scores import StagedScores
 from shardwise.plan.options import ParallelSpec
 from shardwise.trainer.adapt import check_overridden
 from shardwise.trainer.adapted import SplitTrainer, split_model
+from shardwise.trainer.losses import SharesLosses
 from shardwise.trainer.rows import Rows
-from shardwise.trainer.trl import is_fused, replace_fused_head
+from shardwise.trainer.trl import fuse_head, is_fused, replace_fused_head
 
 _KINDS = (trl.SFTTrainer, trl.DPOTrainer, trl.KTOTrainer, trl.RewardTrainer, trl.GRPOTrainer)
 _REFUSED = {
@@ -89,13 +91,13 @@ class SplitTrlTrainer(SplitTrainer):
             )
         mesh = registry_of(model).mesh
         _check_arguments(args, mesh)
-        given |= {"model": model, **self._made_for(model, given, asked, is_new=adapter is not None)}
+        refer = functools.partial(self._reference, model, given, asked, auto_class, is_new=adapter is not None)
+        given |= {"model": model, **self._made_for(given, mesh, refer)}
         super().__init__(**given, auto_class=auto_class if layout is None else None)
-        if isinstance(given.get("ref_model"), _Placeholder):
-            self.ref_model = None
-        for each in (self.model, getattr(self, "ref_model", None)):
-            if each is not None:
-                replace_fused_head(each)
+        if (reference := getattr(self, "ref_model", None)) is not None and not is_split(reference):
+            self.ref_model = reference = None
+        for each in (self.model, *([] if reference is None else [reference])):
+            replace_fused_head(each)
         if self._num_microbatches is not None and (runner := runner_of(self.model)) is not None:
             runner.num_microbatches = self._num_microbatches
 
@@ -105,7 +107,7 @@ class SplitTrlTrainer(SplitTrainer):
         self, model: Any, mesh: Mesh, auto_class: Any, adapter: Any, asked: Mapping[str, Any], args: Any
     ) -> nn.Module:
         """Loads or splits the model, with its adapter; files are read as TRL reads them."""
-        options = {"seed": getattr(args, "seed", 42), **(getattr(args, "model_init_kwargs", None) or {})}
+        options = _options_of(args)
         if isinstance(model, nn.Module):
             if adapter is not None:
                 transformers.set_seed(options["seed"])
@@ -119,26 +121,33 @@ class SplitTrlTrainer(SplitTrainer):
         options["adapter"] = adapter
         return split_model(model, mesh=mesh, auto_class=auto_class, asked=asked, args=args, options=options)
 
-    def _made_for(
-        self, model: Any, given: Mapping[str, Any], asked: Mapping[str, Any], *, is_new: bool
-    ) -> dict[str, Any]:
-        """Returns arguments of TRL that depend on the split model: the reference, of trainers that have one."""
-        if not isinstance(self, (trl.DPOTrainer, trl.KTOTrainer)):
-            return {}
+    def _reference(
+        self, model: Any, given: Mapping[str, Any], asked: Mapping[str, Any], auto_class: Any, *, is_new: bool
+    ) -> Any:
+        """Returns the reference, split like the model; or an empty module, where it is the model without adapters."""
         mesh, reference = registry_of(model).mesh, given.get("ref_model")
         if isinstance(reference, nn.Module):
-            return {"ref_model": reference if is_split(reference) else parallelize(reference, mesh, **asked)}
+            return reference if is_split(reference) else parallelize(reference, mesh, **asked)
         if reference is None and hasattr(model, "peft_config"):
             if not is_new and not _adds_nothing(model, mesh):
                 raise UnsupportedError(
                     f"{type(self).__name__} on a split model whose adapter is trained",
                     why="TRL copies the adapter as its reference, and adapters are split with their model",
-                    fix="pass ref_model=, a model with the adapter merged",
+                    fix="merge it and train a new one; DPO and KTO also take ref_model=, with the adapter merged",
                 )
-            return {"ref_model": _Placeholder(model.config)}
+            empty = nn.Module()  # TRL adds a reference adapter where it is given nothing
+            empty.config = model.config
+            return empty
         if not (source := reference or model.config._name_or_path):
             raise ConfigError("a reference model without a directory", fix="pass ref_model=, split or unsplit")
-        return {"ref_model": load(source, mesh, dtype=next(model.parameters()).dtype, **asked)}
+        options = {"dtype": next(model.parameters()).dtype, "attn_implementation": model.config._attn_implementation}
+        if reference is None:  # the model's own files
+            options |= _options_of(given.get("args")) | {"auto_class": auto_class}
+        return load(source, mesh, **options, **asked)
+
+    def _made_for(self, given: Mapping[str, Any], mesh: Mesh, refer: Callable[[], nn.Module]) -> dict[str, Any]:
+        """Returns arguments of TRL that depend on the split model: the reference, of trainers that take one."""
+        return {"ref_model": refer()} if isinstance(self, (trl.DPOTrainer, trl.KTOTrainer)) else {}
 
     # Rows, losses and metrics
 
@@ -171,7 +180,8 @@ class SplitTrlTrainer(SplitTrainer):
     @override
     def _check_pipeline(self) -> None:
         """Raises in a pipeline, unless the loss is made of the scores of a fused head."""
-        if not is_fused(self.model) or self.compute_loss_func is not None or self.label_smoother is not None:
+        makes_scores = is_fused(self.model) and not isinstance(self, trl.GRPOTrainer)
+        if not makes_scores or self.compute_loss_func is not None or self.label_smoother is not None:
             super()._check_pipeline()
 
     @override
@@ -189,22 +199,38 @@ class SplitTrlTrainer(SplitTrainer):
 class SplitGrpoTrainer(SplitTrlTrainer):
     """`SplitTrlTrainer` for GRPO, which generates on the ranks of training: tp ranks alike, data ranks differently."""
 
+    _reference_model: nn.Module | None = None
+    _asked: dict[str, Any]
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        if (mesh := self._mesh) is not None:
-            transformers.set_seed(self.args.seed + mesh.data_rank)
-            # Data ranks gather parameters together, so each runs as many forwards as the one that writes most.
-            self.model.generate = functools.partial(self.model.generate, synced_gpus=mesh.data_size > 1)
-            ranks = all_gather_objects(mesh.data_rank, mesh.group())
-            self._ranks_of_rewards = [ranks.index(each) for each in range(mesh.data_size)]
+        if (mesh := self._mesh) is None:
+            return
+        self.args.__dict__.update(self._asked)
+        self.beta = self.args.beta
+        if (reference := self._reference_model) is not None and is_split(reference):
+            fuse_head(reference, temperature=self.temperature)
+            self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
+            if self.args.sync_ref_model:
+                self.add_callback(SyncRefModelCallback(self.ref_model, self.accelerator))
+        transformers.set_seed(self.args.seed + mesh.data_rank)
+        # Data ranks gather parameters together, so each runs as many forwards as the one that writes most.
+        self.model.generate = functools.partial(self.model.generate, synced_gpus=mesh.data_size > 1)
+        ranks = all_gather_objects(mesh.data_rank, mesh.group())
+        self._ranks_of_rewards = [ranks.index(each) for each in range(mesh.data_size)]
 
-    def _made_for(
-        self, model: Any, given: Mapping[str, Any], asked: Mapping[str, Any], *, is_new: bool
-    ) -> dict[str, Any]:
-        """Returns a copy of the arguments whose generation batch is that of the data ranks, not of all ranks."""
-        args, mesh = copy.copy(given.get("args")), registry_of(model).mesh
+    def _made_for(self, given: Mapping[str, Any], mesh: Mesh, refer: Callable[[], nn.Module]) -> dict[str, Any]:
+        """Returns a copy of the arguments whose generation batch is that of the data ranks, not of all ranks.
+
+        Its `beta` is 0, by which TRL loads no reference; the reference is made here.
+        """
+        args = copy.copy(given.get("args"))
         if args is None:
             raise ConfigError("GRPO on a split model without args=", fix="pass args=GRPOConfig(...)")
+        self._asked = {"beta": args.beta}
+        if args.beta:
+            self._reference_model = refer()
+            self._asked["sync_ref_model"], args.beta, args.sync_ref_model = args.sync_ref_model, 0.0, False
         args.generation_batch_size = args.per_device_train_batch_size * mesh.data_size * args.steps_per_generation
         if args.generation_batch_size % args.num_generations:
             raise ConfigError(
@@ -222,30 +248,40 @@ class SplitGrpoTrainer(SplitTrlTrainer):
             return rewards
         return rewards.unflatten(0, (self._mesh.shape.world_size, -1))[self._ranks_of_rewards].flatten(0, 1)
 
-    def _check_pipeline(self) -> None:
-        """Raises in a pipeline."""
-        SplitTrainer._check_pipeline(self)
-
-
-class _Placeholder(nn.Module):
-    """What TRL is given as the reference of a model with adapters, so that it adds none."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.config = config
+    @override
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **options: Any) -> Any:
+        """Returns the loss of a batch of evaluation, which is a list of prompts; see `SplitTrainer.prediction_step`."""
+        step = super(SharesLosses, self).prediction_step
+        if self._mesh is None:
+            return step(model, inputs, *args, **options)
+        self._rows = self.accelerator.rows = self.accelerator.take_rows(inputs)
+        size = self._mesh.data_size
+        num_rows = len(inputs) * size if self._rows is None else sum(self._rows.counts)
+        if num_rows % size or num_rows % self.num_generations_eval:
+            raise UnsupportedError(
+                f"a batch of {num_rows} completions in groups of {self.num_generations_eval} over {size} data ranks",
+                why="the rewards of a group are compared, and every data rank writes as many completions",
+                fix="evaluate a number of prompts, and per_device_eval_batch_size of completions, that divide",
+            )
+        loss, *others = step(model, inputs, *args, **options)
+        return (self._mean_over_ranks(loss, {}), *others)
 
 
 def _check_arguments(args: Any, mesh: Mesh) -> None:
     """Raises for arguments of TRL that a split model cannot follow."""
     refused = dict(_REFUSED)
-    if isinstance(args, trl.GRPOConfig):
-        refused["beta"] = ("it needs a reference model, which TRL loads whole", "use beta=0.0")
     template = getattr(args, "chat_template_path", None)
     if template is not None and not str(template).endswith((".jinja", ".j2")):
         refused["chat_template_path"] = ("it changes the number of embeddings", "give a .jinja file")
     for name, (why, fix) in refused.items():
         if getattr(args, name, None):
             raise UnsupportedError(f"{name}={getattr(args, name)!r} over {mesh.shape}", why=why, fix=fix)
+
+
+def _options_of(args: Any) -> dict[str, Any]:
+    """Returns the options with which TRL reads the files of a model."""
+    options = {"seed": getattr(args, "seed", 42), "trust_remote_code": getattr(args, "trust_remote_code", False)}
+    return options | (getattr(args, "model_init_kwargs", None) or {})
 
 
 def _adds_nothing(model: nn.Module, mesh: Mesh) -> bool:
