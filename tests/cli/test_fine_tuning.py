@@ -214,13 +214,16 @@ def test_a_data_set_of_the_datasets_library_is_read(run, capsys, monkeypatch):
         record["messages"][0]["tool_calls"] = None  # as Arrow fills up what some rows have
     module = types.ModuleType("datasets")
     module.load_dataset = lambda name, subset, split: records
-    module.load_dataset_builder = lambda name, subset: {"set": None}[name]
+    module.config = types.SimpleNamespace(HF_HUB_OFFLINE=False)
+    module.load_dataset_builder = lambda name, subset: {"set": module.config.HF_HUB_OFFLINE or 1 / 0}[name]
     monkeypatch.setitem(sys.modules, "datasets", module)
     assert run("data={dataset: set, format: chat, seq_length: 48}", "steps=1") == 0, capsys.readouterr().err
     assert run("data={dataset: set, format: prompt, seq_length: 48}", "steps=1") == 1
     assert "there is no key 'prompt'" in capsys.readouterr().err
     assert run("data={dataset: sett, seq_length: 48}", verb="check") == 1
     assert "data.dataset: the data set 'sett' cannot be had" in capsys.readouterr().out
+    assert run("data={dataset: set, format: chat, seq_length: 48}", verb="check") == 0, "stored, without the hub"
+    assert module.config.HF_HUB_OFFLINE is False
 
 
 def without_template():

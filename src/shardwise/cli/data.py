@@ -3,6 +3,7 @@
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
 from rich.console import Console
 from rich.progress import Progress
 
@@ -206,8 +209,24 @@ def find_dataset(config: SourceConfig) -> None:
     if Path(str(config.dataset)).is_dir():
         return
     fix = "check its name and subset, and that the hub is reached"
-    with as_error(LoadError, f"the data set {config.dataset!r} cannot be had", fix=fix):
+    with as_error(LoadError, f"the data set {config.dataset!r} cannot be had", fix=fix), _tried_once(datasets, config):
         datasets.load_dataset_builder(config.dataset, config.subset)
+
+
+@contextmanager
+def _tried_once(datasets: Any, config: SourceConfig) -> Iterator[None]:
+    """Context manager: where the hub is not reached, stored data sets alone are looked for, without five retries."""
+    before = datasets.config.HF_HUB_OFFLINE
+    try:
+        HfApi().dataset_info(str(config.dataset), timeout=10)
+    except HfHubHTTPError:  # its answer
+        pass
+    except Exception:  # noqa: BLE001 - of the HTTP library, which differs
+        datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
 
 
 def _open_dataset(config: SourceConfig) -> dict[str, Any]:
