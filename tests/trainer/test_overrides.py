@@ -51,6 +51,15 @@ class Textbook(transformers.Trainer):
         return (loss, output) if return_outputs else loss
 
 
+class Penalized(transformers.Trainer):
+    """A term beside the loss of the model, which ignores the number of targets."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, output = super().compute_loss(model, inputs, True, num_items_in_batch=num_items_in_batch)
+        loss = loss + 0.1 * output.logits.square().mean()
+        return (loss, output) if return_outputs else loss
+
+
 def squares(output, labels, num_items_in_batch=None):
     return (output.logits.squeeze(-1) - labels).square().sum() / num_items_in_batch
 
@@ -105,6 +114,7 @@ OPTIONS = {
     "subclass": ({"gradient_accumulation_steps": 2}, {"trainer": OfRows}),
     "subclass_of_ours": ({}, {"trainer": Theirs, "ours": Ours}),
     "textbook": ({}, {"trainer": Textbook, "family": "bert"}),
+    "penalized": ({"gradient_accumulation_steps": 2}, {"trainer": Penalized, "family": "bert"}),
     "numbers": ({}, {"compute_loss_func": squares, "family": "numbers"}),
     "smoothed": ({"label_smoothing_factor": 0.1}, {"family": "gemma3"}),
     "doubled": ({}, {"data_collator": doubled}),

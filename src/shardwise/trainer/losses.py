@@ -167,7 +167,7 @@ class SharesLosses(_Trainer):
         """Returns the number of this rank's targets, float32 scalar: tokens or rows."""
         count: Any = num_rows(inputs) if self._rows is None else self._rows.own
         smooths = self.label_smoother is not None and self.compute_loss_func is None
-        if count and (self._is_default_loss or (smooths and self._is_own("compute_loss"))):
+        if count and (self._is_default_loss or self._adds_to_loss or (smooths and self._is_own("compute_loss"))):
             count = found if (found := targets_of(self.model, inputs)) is not None else count
         return torch.as_tensor(count, dtype=torch.float32, device=self.args.device)
 
@@ -183,6 +183,14 @@ class SharesLosses(_Trainer):
         """Whether the loss is what the model returns, and not a function's or a subclass's."""
         return self.compute_loss_func is None and self.label_smoother is None and self._is_own("compute_loss")
 
+    @property
+    def _adds_to_loss(self) -> bool:
+        """Whether the loss is what a subclass makes of the model's, by transformers' method."""
+        if self.compute_loss_func is not None or self.label_smoother is not None:
+            return False
+        names = {each.attr for each in _nodes_of(super().compute_loss) if isinstance(each, ast.Attribute)}
+        return "compute_loss" in names
+
     def _is_own(self, name: str) -> bool:
         """Returns whether the adapted class has a method as transformers has it, and not one of its own."""
         beside = getattr(super(), name)
@@ -192,7 +200,9 @@ class SharesLosses(_Trainer):
         """Returns whether the loss is a sum divided by `num_items_in_batch`, and not a mean."""
         if not self._is_default_loss:
             function = self.compute_loss_func or self.label_smoother or super().compute_loss
-            return bool(self.compute_loss_func or self.model_accepts_loss_kwargs) and _reads_number(function)
+            is_read = bool(self.compute_loss_func or self.model_accepts_loss_kwargs) and _reads_number(function)
+            if not is_read or not self._adds_to_loss:
+                return is_read
         model, labels = find_model(self.model), inputs.get("labels")
         is_mean = isinstance(labels, Tensor) and labels.is_floating_point()
         is_mean = is_mean or counts_rows(model) or getattr(model.config, "problem_type", None) == _SEVERAL_LABELS
@@ -274,7 +284,6 @@ def _refuse_numbers(num_rows: int, parts: int) -> UnsupportedError:
     )
 
 
-@functools.cache
 def _passes_numbers_on(forward: Callable[..., Any]) -> bool:
     """Returns whether a forward gives its loss function the arguments that it does not name."""
     calls = [each for each in _nodes_of(forward) if isinstance(each, ast.Call)]
@@ -290,12 +299,17 @@ def _reads_number(function: Any) -> bool:
     return not nodes or not read.isdisjoint({"num_items_in_batch", *variadic})
 
 
-def _nodes_of(function: Callable[..., Any]) -> list[ast.AST]:
+def _nodes_of(function: Any) -> tuple[ast.AST, ...]:
     """Returns the nodes of a function's code; none if it is not known."""
+    return _parsed(getattr(inspect.unwrap(function), "__func__", inspect.unwrap(function)))
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(function: Callable[..., Any]) -> tuple[ast.AST, ...]:
     try:
-        return [*ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))))]
+        return (*ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))),)
     except (OSError, TypeError, SyntaxError):  # made on the way, a lambda inside of a call
-        return []
+        return ()
 
 
 def _refilled(value: Any, kept: int, held: int) -> Any:

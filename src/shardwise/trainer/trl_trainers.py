@@ -151,6 +151,8 @@ class SplitTrlTrainer(SplitTrainer):
 
     # Rows, losses and metrics
 
+    _adds_to_loss = False  # TRL's own methods do, to what the fused head makes
+
     @override
     def _target_count(self, inputs: Mapping[str, Any]) -> Tensor:
         """Returns the number of this rank's targets: tokens where there are labels of tokens, else rows."""
