@@ -7,40 +7,47 @@ import torch
 
 import shardwise
 from shardwise.parameters.replicas import find_unequal_replicas
+from tests.families import FULL_PRODUCT
 from tests.trainer.modules import STEPS, curve, split_trainer, unsplit_run
 
 pytestmark = pytest.mark.spawn
 
-# Every family, layout and option at least once, and most pairs: (family, layout, accumulation, options).
+# Every family, layout and option at least once: (family, layout, accumulation, options).
 CASES = [
-    *(("llama", layout, 3, {}) for layout in ("tp2", "fsdp2", "ddp2", "pp2", "fsdp2.tp2", "pp2.tp2")),
-    ("llama", "tp2", 1, {"sequence_parallel": True}),
+    *(("llama", layout, 3, {}) for layout in ("tp2", "fsdp2", "pp2", "fsdp2.tp2", "pp2.tp2")),
     ("qwen3", "fsdp2", 1, {}),
-    ("qwen3", "pp2", 3, {}),
-    ("gemma3", "tp2", 1, {}),
-    ("gemma3", "fsdp2", 3, {}),
     ("gemma3", "pp2", 1, {}),
-    ("phi3", "tp2", 3, {"sequence_parallel": True}),
-    ("phi3", "ddp2", 1, {}),
-    ("gpt2", "tp2", 1, {}),
-    ("gpt2", "fsdp2.tp2", 3, {}),
+    ("phi3", "tp2", 1, {"sequence_parallel": True}),
+    ("gpt2", "tp2", 3, {}),
     ("mixtral", "tp2", 3, {}),
-    ("mixtral", "fsdp2", 1, {}),
-    ("bert", "tp2", 3, {}),
-    ("bert", "fsdp2", 1, {}),
     ("bert", "ddp2", 3, {}),
-    ("bert", "pp2", 3, {}),
     ("decoder", "fsdp2", 3, {}),
-    ("decoder", "pp2", 1, {}),
     ("numbers", "ddp2", 1, {}),
     ("tokens", "fsdp2", 1, {}),
     ("vit", "tp2", 1, {}),
-    ("vit", "fsdp2", 3, {}),
-    ("t5", "tp2", 3, {}),
     ("t5", "fsdp2", 3, {}),
-    ("t5", "ddp2", 1, {}),
     ("t5", "pp2", 1, {}),
 ]
+if FULL_PRODUCT:  # most pairs
+    CASES += [
+        ("llama", "ddp2", 3, {}),
+        ("llama", "tp2", 1, {"sequence_parallel": True}),
+        ("qwen3", "pp2", 3, {}),
+        ("gemma3", "tp2", 1, {}),
+        ("gemma3", "fsdp2", 3, {}),
+        ("phi3", "ddp2", 1, {}),
+        ("phi3", "tp2", 3, {"sequence_parallel": True}),
+        ("gpt2", "tp2", 1, {}),
+        ("gpt2", "fsdp2.tp2", 3, {}),
+        ("mixtral", "fsdp2", 1, {}),
+        ("bert", "tp2", 3, {}),
+        ("bert", "fsdp2", 1, {}),
+        ("bert", "pp2", 3, {}),
+        ("decoder", "pp2", 1, {}),
+        ("vit", "fsdp2", 3, {}),
+        ("t5", "tp2", 3, {}),
+        ("t5", "ddp2", 1, {}),
+    ]
 
 
 def train(mesh, family, accumulation, options, directory):
@@ -51,7 +58,7 @@ def train(mesh, family, accumulation, options, directory):
 
 
 @pytest.mark.parametrize(("family", "layout", "accumulation", "options"), CASES)
-def test_twenty_steps_are_those_of_one_process(on_ranks, tmp_path, family, layout, accumulation, options):
+def test_steps_are_those_of_one_process(on_ranks, tmp_path, family, layout, accumulation, options):
     """13 rows in batches of 4: the last one has a single row, and one row has no targets."""
     wanted, state = unsplit_run(family, accumulation)
     (found, own), *others = on_ranks(train, directory=str(tmp_path))
