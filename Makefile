@@ -104,7 +104,7 @@ bench: $(READY)
 	for file in bench/tp.py bench/fsdp.py bench/load.py bench/checkpoint.py bench/pipeline.py bench/scale.py bench/start.py; do echo "== $$file"; $(PY) "$$file"; done
 
 drill: $(READY)
-	SHARDWISE_DRILL=1 $(PY) -m pytest -q tests/checkpoint tests/cli/test_kills.py tests/trainer/test_kills.py tests/pipeline/drill_pipelines.py tests/machines/drill_machines.py
+	SHARDWISE_DRILL=1 $(PY) -m pytest -q tests/checkpoint tests/cli/test_endings.py tests/cli/test_kills.py tests/trainer/test_kills.py tests/pipeline/drill_pipelines.py tests/machines/drill_machines.py
 
 machines: $(READY)
 	$(PY) -m pytest -q -rs tests/machines/drill_machines.py
@@ -120,7 +120,8 @@ coverage: $(READY)
 		tests/parallel/test_pipeline_state.py tests/optim/test_unused.py tests/compat/test_nxd_adapters.py \
 		tests/parallel/test_shapes.py tests/parallel/test_materialize.py tests/data/test_packed_rows.py tests/proof/test_draws.py \
 		tests/search/test_generalize.py tests/search/test_fuse_reductions.py tests/parallel/test_regions.py \
-		tests/compat/test_nxd_stages.py tests/compat/test_nemo_automodel.py tests/schedule/test_torch.py tests/guards/test_recipes.py tests/trainer
+		tests/compat/test_nxd_stages.py tests/compat/test_nemo_automodel.py tests/schedule/test_torch.py tests/guards/test_recipes.py tests/trainer tests/bench tests/cli/test_tasks.py tests/api/test_rehearsal.py \
+		tests/train/test_images.py tests/train/test_routed.py tests/compat/test_products.py tests/guards/test_documents.py
 	for layout in tp2 tp4 fsdp2.tp2; do $(PY) bench/architectures.py --layout $$layout --tasks $(TASKS); done
 	for layout in pp2 pp2.tp2 pp2.fsdp2; do $(PY) bench/architectures.py --layout $$layout; done
 	$(PY) bench/architectures.py --layout pp2 --tasks sequence_classification

@@ -8,7 +8,10 @@ import sys
 
 import pytest
 
+from tests.families import FULL_PRODUCT
+
 pytestmark = pytest.mark.spawn
+in_coverage = pytest.mark.skipif(not FULL_PRODUCT, reason="make coverage runs it")
 
 
 @pytest.fixture
@@ -65,6 +68,7 @@ def test_pipelines_are_compared_and_drawn(run, tmp_path):
     assert drawn == {".svg", ".json"}
 
 
+@in_coverage
 @pytest.mark.filterwarnings("ignore")  # of peers, which are run as they are
 def test_contenders_on_one_card_are_rows_whatever_becomes_of_them(run):
     rows = run("gpu")["rows"]
@@ -81,6 +85,7 @@ def test_contenders_on_one_card_are_rows_whatever_becomes_of_them(run):
         assert len(losses) >= 2 and max(losses) - min(losses) < (1e-4 if part == "loss" else 1.0)
 
 
+@in_coverage
 def test_starts_are_compared_with_an_import(run):
     found = run("start")
     assert list(found["verbs"]) == ["--help", "inspect"]

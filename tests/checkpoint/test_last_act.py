@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 import shardwise
 from shardwise.checkpoint.writer import SaveJob
-from shardwise.ranks.rank import warm
+from shardwise.ranks.rank import local_variables, warm
 from tests.checkpoint.training import Training
+from tests.programs import run_script
 
 pytestmark = pytest.mark.spawn
 
@@ -142,12 +145,15 @@ SCRIPT = """
 
 
 def test_the_ranks_of_a_script_have_saved_when_they_exit(tmp_path):
-    """Real interpreters, whose process groups end with them."""
-    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(tmp_path / "script.py"), str(tmp_path)], check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    """Interpreters whose process groups end with them, under a launcher that keeps the store."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {**local_variables(2, "127.0.0.1", store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with ThreadPoolExecutor(2) as pool:
+        run = functools.partial(run_script, script, str(tmp_path), **shared)
+        ranks = [pool.submit(run, RANK=rank, LOCAL_RANK=rank) for rank in "01"]
+    for rank in ranks:
+        assert rank.result().returncode == 0, rank.result().stderr
     assert is_saved(tmp_path)
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()

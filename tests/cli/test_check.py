@@ -258,9 +258,9 @@ def test_like_stages_are_one_line_and_sizes_are_readable(tmp_path, capsys):
     assert "over tp, a microbatch: stages 1-3, each: 1 all-gather" in out
     of_step = r"a step needs about .* of pp 0: parameters .*, unsharded gradients .*, activations of 5 microbatches "
     assert re.search(of_step, out) and "fits 80 GB: yes, " in out
-    config.write_text(json.dumps({**MODEL, "vocab_size": 2**24, "hidden_size": 256, "num_attention_heads": 4}))
+    config.write_text(json.dumps({**MODEL, "vocab_size": 2**20, "hidden_size": 256, "num_attention_heads": 4}))
     assert main(["plan", str(config), "--layout", "tp2"]) == 0
-    assert "from step to step in float32: parameters 16.00 GiB, gradients 16.00 GiB" in capsys.readouterr().out
+    assert "from step to step in float32: parameters 1.00 GiB, gradients 1.00 GiB" in capsys.readouterr().out
 
 
 def test_a_card_that_is_too_small_is_told_with_what_would_fit(run, tmp_path, capsys, monkeypatch):
@@ -272,7 +272,7 @@ def test_a_card_that_is_too_small_is_told_with_what_would_fit(run, tmp_path, cap
     assert answer.startswith("fits 0.0006 GiB: no, ") and " of 0.6 MiB: it would with recompute mode full (" in answer
     layouts = re.findall(r"layout (\S+) \(", answer)
     assert layouts and ("microbatches of 2 x 32 tokens" in answer) and "layout tp2" in answer
-    for layout in layouts:
+    for layout in {layouts[0], layouts[-1]}:
         assert main([*words, layout, "--batch", "4x32"]) == 0
         assert "fits 0.0006 GiB: yes, " in capsys.readouterr().out
     assert main([*words, "tp1", "--batch", "128x32"]) == 0

@@ -207,10 +207,9 @@ def test_fsdp2_on_two_ranks(on_ranks, layout, kind, family, plan):
     [
         ("all", "llama", "styles"),
         ("both", "mixer", "automatic"),
-        ("flattened", "llama", "automatic"),
         ("today's", "llama", "sequence"),
-        ("hybrid", "mixer", "automatic"),
         ("hybrid with context", "llama", "automatic"),
+        *[("flattened", "llama", "automatic"), ("hybrid", "mixer", "automatic")] * FULL_PRODUCT,
     ],
 )
 def test_fsdp2_on_four_ranks(on_ranks, layout, kind, family, plan):

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -33,9 +29,9 @@ from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.train.step import TrainStep
 from tests.families import tiny_model
 from tests.oracle import differing, differing_gradients
+from tests.programs import run_script
 
 pytestmark = pytest.mark.spawn
-ROOT = Path(__file__).parents[2]
 WORDS = 24  # which the number of heads divides
 
 
@@ -293,11 +289,7 @@ assert dist.get_world_size() == 2
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_trainer_starts_the_ranks_of_a_plain_script(tmp_path, tp):
     (tmp_path / "script.py").write_text(SCRIPT.format(tp=tp))
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        env.pop(name, None)
-    command = [sys.executable, str(tmp_path / "script.py")]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=110)
+    run = run_script(tmp_path / "script.py")
     assert run.returncode == 0, run.stderr[-3000:]
     shape = "ddp2" if tp == 1 else "tp2"
     assert sorted(run.stdout.split("\n")[-3:]) == ["", f"rank 0 of 2: {shape}", f"rank 1 of 2: {shape}"], run.stdout

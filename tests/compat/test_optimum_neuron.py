@@ -477,7 +477,7 @@ AUTO = {
     "masked": transformers.AutoModelForMaskedLM,
     "seq2seq": transformers.AutoModelForSeq2SeqLM,
 }
-CHOSEN = {("stablelm", 2), ("electra", 1), ("gpt_bigcode", 1)}  # of which one plan is derived
+CHOSEN = {("stablelm", 2), ("electra", 1)}  # of which one plan is derived
 
 
 def unnamed(mesh, task, family, tp):

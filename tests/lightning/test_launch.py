@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shardwise.ranks.rank import warm
 from tests.lightning.modules import Automatic, loader, trainer
+from tests.programs import run_script
 
 pytestmark = pytest.mark.spawn
-
-ROOT = Path(__file__).parents[2]
 SCRIPT = """
 from lightning.fabric.strategies.launchers import subprocess_script
 from tests.lightning.modules import Automatic, loader, trainer
@@ -53,11 +48,7 @@ def test_ranks_are_started_by_torchrun(monkeypatch):
 
 def test_a_rank_that_fails_is_named_by_the_others(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        env.pop(name, None)
-    command = [sys.executable, str(tmp_path / "script.py")]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=110)
+    run = run_script(tmp_path / "script.py")
     assert run.returncode != 0
     assert "ValueError: rank 1 alone" in run.stderr
     assert "RankError: rank 1 failed in step 2" in run.stderr

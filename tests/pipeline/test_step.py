@@ -344,7 +344,7 @@ def train_pairs(mesh):
     return problems
 
 
-@pytest.mark.parametrize("layout", ["pp2", "fsdp2", "fsdp2.tp2", "pp2.fsdp2"])
+@pytest.mark.parametrize("layout", ["pp2", "fsdp2", "pp2.fsdp2", *["fsdp2.tp2"] * FULL_PRODUCT])
 def test_several_targets_count_where_microbatches_have_as_many_of_each_and_are_refused_elsewhere(on_ranks, layout):
     for problems in on_ranks(train_pairs):
         assert not problems, problems

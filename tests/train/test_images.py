@@ -21,6 +21,7 @@ from shardwise.errors import BatchError
 from shardwise.tiny.inputs import add_media, make_batch
 from shardwise.tiny.models import build_tiny_model
 from shardwise.tiny.shrink import shrink_config
+from tests.families import FULL_PRODUCT
 from tests.oracle import LOSS, differing, differing_gradients
 
 pytestmark = pytest.mark.spawn
@@ -150,7 +151,8 @@ def differences(mesh, kind, *, order=(0, 1, 2, 3), num_microbatches=1, frozen=Fa
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize(
-    ("layout", "num_microbatches"), [("tp1", 1), ("tp1", 2), ("tp1", 4), ("tp2", 2), ("pp2", 2), ("pp2", 4)]
+    ("layout", "num_microbatches"),
+    [("tp1", 4), ("tp2", 2), ("pp2", 4), *[("tp1", 1), ("tp1", 2), ("pp2", 2)] * FULL_PRODUCT],
 )
 def test_rows_with_several_images_and_none(on_ranks, layout, num_microbatches, kind):
     found = on_ranks(differences, with_positions=num_microbatches == 2)
@@ -185,7 +187,7 @@ def ragged(mesh):
     return [differences(mesh, **case) for case in RAGGED]
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "ddp2", "fsdp2.tp2"])
+@pytest.mark.parametrize("layout", ["fsdp2", "ddp2", *["fsdp2.tp2"] * FULL_PRODUCT])
 def test_a_data_rank_without_an_image_beside_one_with(on_ranks, layout):
     assert on_ranks(ragged, timeout=60) == [[[]] * len(RAGGED)] * (4 if "." in layout else 2)
 
@@ -195,7 +197,7 @@ def test_a_data_rank_without_an_image_in_stages(on_ranks, layout):
     assert on_ranks(differences, kind="qwen2_vl", order=(0, 1, 1, 1), num_microbatches=2, timeout=60) == [[]] * 4
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize("layout", ["tp2", *["pp2"] * FULL_PRODUCT])
 def test_verify_gives_images_to_a_model_that_takes_some(layout):
     model = llava()
     tiny = build_tiny_model(shrink_config(model.config), type(model), seed=0)

@@ -14,7 +14,7 @@ import shardwise
 from shardwise.errors import PlanError
 from shardwise.proof.parity import measure
 from shardwise.ranks.spawn import spawn
-from tests.families import rows_of
+from tests.families import FULL_PRODUCT, rows_of
 from tests.layered import LayeredForCausalLM
 
 pytestmark = pytest.mark.spawn
@@ -135,10 +135,9 @@ def train(mesh, experts, plan, sequence_parallel):
         *(("tp2", "single", plan, False) for plan in ("whole", "split")),
         *(("tp2", "single", plan, True) for plan in ("widen_regions", "derived")),
         *(("tp2", "stacked", "whole", sequence_parallel) for sequence_parallel in (False, True)),
-        # Both kinds of experts, with what is planned over tp and without; each plan by itself is above.
-        ("fsdp2.tp2", "single", "split", False),
+        # What is planned over tp, beside data ranks; each plan by itself and whole experts are above.
         ("fsdp2.tp2", "single", "widen_regions", True),
-        ("fsdp2.tp2", "stacked", "whole", True),
+        *[("fsdp2.tp2", "single", "split", False), ("fsdp2.tp2", "stacked", "whole", True)] * FULL_PRODUCT,
     ],
 )
 def test_experts_that_some_ranks_do_not_run(on_ranks, layout, experts, plan, sequence_parallel):

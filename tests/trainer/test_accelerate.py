@@ -18,7 +18,7 @@ from shardwise.trainer import prepare
 from shardwise.trainer.accelerator import SplitAccelerator
 from shardwise.trainer.adapt import check_overridden
 from shardwise.trainer.rows import Rows
-from tests.families import tiny_model
+from tests.families import FULL_PRODUCT, tiny_model
 from tests.oracle import differing
 
 pytestmark = pytest.mark.spawn
@@ -104,13 +104,11 @@ def curve(mesh, number, accumulate, splits):
     ("layout", "number", "accumulate", "splits"),
     [
         ("tp2", 10, 3, False),
-        ("fsdp2", 11, 3, False),
         ("fsdp2", 13, 1, True),
         ("ddp2", 13, 3, False),
-        ("ddp2", 11, 1, False),
-        ("pp2", 10, 3, False),
         ("fsdp2.tp2", 13, 1, False),
         ("pp2.ddp2", 11, 3, False),
+        *[("fsdp2", 11, 3, False), ("ddp2", 11, 1, False), ("pp2", 10, 3, False)] * FULL_PRODUCT,
     ],
 )
 def test_a_loop_has_the_curve_of_one_process(on_ranks, layout, number, accumulate, splits):

@@ -23,6 +23,7 @@ from shardwise.cli.main import main
 from shardwise.comm.collectives import all_gather_objects
 from shardwise.testing.spawn import spawn
 from shardwise.trainer import Trainer
+from tests.families import FULL_PRODUCT
 from tests.trainer.modules import Rows, arguments, build, curve, split_trainer, unsplit_run
 
 pytestmark = [
@@ -90,7 +91,10 @@ def alone(directory):
 
 @pytest.mark.parametrize(
     ("layout", "later", "stop"),
-    [("fsdp2", "tp2", 7), ("tp2", "pp2", 4), ("pp2", "fsdp2.tp2", 8), ("fsdp2.tp2", "ddp2", 5), ("ddp2", "fsdp2", 10)],
+    [
+        *(("tp2", "pp2", 4), ("pp2", "fsdp2", 8), ("ddp2", "fsdp2.tp2", 7)),
+        *[("fsdp2", "tp2", 7), ("pp2", "fsdp2.tp2", 8), ("fsdp2.tp2", "ddp2", 5), ("ddp2", "fsdp2", 10)] * FULL_PRODUCT,
+    ],
 )
 def test_a_run_goes_on_at_another_layout(on_ranks, whole, tmp_path, layout, later, stop):
     (log, best, state), _ = whole

@@ -160,7 +160,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("family", "kind", "layout", "accumulation"), CASES if FULL_PRODUCT else CASES[::2])
+@pytest.mark.parametrize(("family", "kind", "layout", "accumulation"), CASES if FULL_PRODUCT else CASES[::3])
 def test_steps_are_those_of_one_process(on_ranks, tmp_path, family, kind, layout, accumulation):
     """The last batch has a single row, of packed rows three."""
     # Experts are balanced over the rows of a rank, so that another number of ranks has another loss.
@@ -171,7 +171,8 @@ def test_steps_are_those_of_one_process(on_ranks, tmp_path, family, kind, layout
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"), [("kto", "tp2"), ("kto", "fsdp2"), ("kto", "pp2"), ("reward", "tp2"), ("reward", "fsdp2")]
+    ("kind", "layout"),
+    [("kto", "fsdp2"), ("kto", "pp2"), ("reward", "tp2"), *[("kto", "tp2"), ("reward", "fsdp2")] * FULL_PRODUCT],
 )
 def test_kto_and_reward_models(on_ranks, tmp_path, kind, layout):
     # KTO mixes the answers of a batch, so that ranks must be given the batches of one process.
@@ -213,9 +214,14 @@ def train_adapter(mesh, kind, directory, saved):
     return log(run), shardwise.full_state_dict(run.model)
 
 
-@pytest.mark.parametrize("saved", [False, True])
-@pytest.mark.parametrize("kind", ["padded", "dpo"])
-@pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
+@pytest.mark.parametrize(
+    ("layout", "kind", "saved"),
+    [
+        *(("tp2", "padded", False), ("tp2", "dpo", True), ("fsdp2", "padded", True), ("fsdp2", "dpo", False)),
+        *[("tp2", "padded", True), ("tp2", "dpo", False), ("fsdp2", "padded", False), ("fsdp2", "dpo", True)]
+        * FULL_PRODUCT,
+    ],
+)
 def test_adapters(on_ranks, tmp_path, kind, layout, saved):
     run = make(trainer_of(kind)[0], kind, build("llama"), str(tmp_path / "one"), beside={"peft_config": lora(saved)})
     run.train()
@@ -298,8 +304,13 @@ def test_reward_models_begin_with_the_files_of_language_models(on_ranks, tmp_pat
     assert all(torch.equal(value, build("llama").state_dict()[name]) for name, value in state.items())
 
 
-@pytest.mark.parametrize("kind", ["completion", "dpo"])
-@pytest.mark.parametrize("layout", ["tp2", "fsdp2", "pp2"])
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        *(("tp2", "dpo"), ("fsdp2", "completion"), ("pp2", "dpo")),
+        *[("tp2", "completion"), ("fsdp2", "dpo"), ("pp2", "completion")] * FULL_PRODUCT,
+    ],
+)
 def test_models_from_files_and_evaluation(on_ranks, tmp_path, kind, layout):
     """17 rows: a data rank has one more than the other."""
     source = str(tmp_path / "model")

@@ -22,7 +22,7 @@ from shardwise.pipeline.scores import StagedScores
 from shardwise.runtime.context import Axis
 from shardwise.trainer import trl as trl_head
 from shardwise.trainer.trl import fuse_head, replace_fused_head
-from tests.families import tiny_batch, tiny_model
+from tests.families import FULL_PRODUCT, tiny_batch, tiny_model
 from tests.oracle import differing
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks for it
@@ -102,10 +102,11 @@ def compare(mesh, name, layout):
 
 CASES = [
     *(("tp2", name) for name in models()),
-    *(("tp2+sp", name) for name in ("llama", "gemma2, tied, capped", "mixtral, balanced")),
-    *(("fsdp2", name) for name in ("llama", "gemma2, tied, capped", "phi, bias")),
-    *(("ddp2", name) for name in ("llama", "llama, tied")),
-    *(("fsdp2.tp2", name) for name in ("llama", "gemma2, tied, capped")),
+    *(("tp2+sp", name) for name in ("gemma2, tied, capped", "mixtral, balanced")),
+    *(("fsdp2", name) for name in ("llama", "phi, bias")),
+    ("ddp2", "llama, tied"),
+    ("fsdp2.tp2", "gemma2, tied, capped"),
+    *[("tp2+sp", "llama"), ("fsdp2", "gemma2, tied, capped"), ("ddp2", "llama"), ("fsdp2.tp2", "llama")] * FULL_PRODUCT,
 ]
 
 
@@ -226,8 +227,9 @@ def adapted(mesh, saved):
 
 
 @pytest.mark.spawn
-@pytest.mark.parametrize("saved", [False, True])
-@pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
+@pytest.mark.parametrize(
+    ("layout", "saved"), [("tp2", True), ("fsdp2", False), *[("tp2", False), ("fsdp2", True)] * FULL_PRODUCT]
+)
 def test_adapters_train_and_are_switched_off(on_ranks, layout, saved):
     assert not any(on_ranks(adapted))
 
