@@ -18,7 +18,7 @@ from shardwise.parameters.replicas import find_unequal_replicas
 from shardwise.trainer import Trainer, adapt
 from shardwise.trainer.adapt import check_overridden
 from shardwise.trainer.adapted import SplitTrainer
-from shardwise.trainer.losses import _passes_numbers_on
+from shardwise.trainer.losses import _passes_numbers_on, _reads_number
 from shardwise.trainer.rows import Dealer
 from tests.families import FULL_PRODUCT
 from tests.trainer.modules import Rows, arguments, build, curve, split_trainer
@@ -51,6 +51,11 @@ class Textbook(transformers.Trainer):
         return (loss, output) if return_outputs else loss
 
 
+class Focal(torch.nn.Module):
+    def forward(self, output, labels, num_items_in_batch=None):
+        return output.logits.sum() * labels.sum()
+
+
 class Penalized(transformers.Trainer):
     """A term beside the loss of the model, which ignores the number of targets."""
 
@@ -58,6 +63,18 @@ class Penalized(transformers.Trainer):
         loss, output = super().compute_loss(model, inputs, True, num_items_in_batch=num_items_in_batch)
         loss = loss + 0.1 * output.logits.square().mean()
         return (loss, output) if return_outputs else loss
+
+
+class Nested(transformers.Trainer):
+    """A mean over a batch of batches."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **options):
+        output = model(**inputs["one"])
+        return (output.loss, output) if return_outputs else output.loss
+
+
+def nested(examples):
+    return {"one": transformers.default_data_collator(examples)}
 
 
 def squares(output, labels, num_items_in_batch=None):
@@ -115,6 +132,10 @@ OPTIONS = {
     "subclass_of_ours": ({}, {"trainer": Theirs, "ours": Ours}),
     "textbook": ({}, {"trainer": Textbook, "family": "bert"}),
     "penalized": ({"gradient_accumulation_steps": 2}, {"trainer": Penalized, "family": "bert"}),
+    "nested": (
+        {"remove_unused_columns": False, "label_names": ["one"]},
+        {"trainer": Nested, "data_collator": nested, "family": "vit"},
+    ),
     "numbers": ({}, {"compute_loss_func": squares, "family": "numbers"}),
     "smoothed": ({"label_smoothing_factor": 0.1}, {"family": "gemma3"}),
     "doubled": ({}, {"data_collator": doubled}),
@@ -178,7 +199,7 @@ def test_every_option_does_what_it_does_in_one_process(on_ranks, tmp_path, layou
             [each for pair in wanted for each in pair], rel=1e-5, abs=1e-5
         )
         assert seen == num_tokens
-        assert flos > 0
+        assert flos > 0 or option == "nested"
 
 
 def read_rows(mesh, sampling, directory):
@@ -281,6 +302,8 @@ def test_numbers_as_labels_are_not_copied_in_a_pipeline(on_ranks, tmp_path, layo
 
 @pytest.mark.single
 def test_wrong_arguments_of_the_adapter():
+    with pytest.raises(TypeError, match="derive it from transformers.Trainer"):
+        type("Own", (type("Between", (Trainer,), {}),), {"compute_loss": OfRows.compute_loss})
     with pytest.raises(TypeError, match="subclass of transformers.Trainer"):
         adapt(torch.nn.Linear)
     with pytest.raises(ConfigError, match="sequence_parallel= without a layout"):
@@ -311,8 +334,32 @@ def test_parts_hold_each_row_once_and_then_copies(num_rows, size):
         assert part == (filled[rank][0][: dealt.own] or rows[:1])
 
 
+class Saving(transformers.Trainer):
+    def _save(self, output_dir=None, state_dict=None):
+        super()._save(output_dir, state_dict)
+
+
+def with_methods(mesh, directory):
+    model, given = shardwise.parallelize(build("llama"), mesh), arguments(directory)
+    with pytest.raises(UnsupportedError, match=r"Saving\._save with a split model"):
+        adapt(Saving)(model, given)
+    late = type(
+        "Late", (transformers.Trainer,), {"__init__": lambda self, *_, args: super(late, self).__init__(model, args)}
+    )
+    with pytest.raises(ConfigError, match="a split model that is not the first argument"):
+        adapt(late)(args=given)
+
+
+@pytest.mark.parametrize("layout", ["tp1"])
+def test_methods_that_would_not_be_called_are_refused(on_ranks, tmp_path, layout):
+    on_ranks(with_methods, directory=str(tmp_path))
+
+
 @pytest.mark.single
 def test_losses_that_take_the_number_of_targets_are_told_by_the_code_of_the_forward():
     takes = transformers.LlamaForCausalLM, transformers.Qwen2_5OmniThinkerForConditionalGeneration
     ignores = transformers.BertForMaskedLM, transformers.T5ForConditionalGeneration
     assert [_passes_numbers_on(each.forward) for each in (*takes, *ignores)] == [True, True, False, False]
+    read = [own_loss, functools.partial(own_loss, labels=1), Penalized.compute_loss, lambda **given: given["x"]]
+    unread = [Textbook.compute_loss, functools.partial(Focal().forward, 1), Focal(), lambda output, **given: output]
+    assert all(map(_reads_number, read)) and not any(map(_reads_number, unread))

@@ -22,7 +22,7 @@ from shardwise.checkpoint.export import tokenizer_at
 from shardwise.checkpoint.manifest import INDEX, MANIFEST
 from shardwise.checkpoint.store import find_tag
 from shardwise.checkpoint.stored import StoredParts, decode_tree, open_checkpoint
-from shardwise.checkpoint.trainer_files import trained_names
+from shardwise.checkpoint.trainer_files import TRAINER_STATE, trained_names
 from shardwise.errors import LoadError, UnsupportedError
 from shardwise.lora.files import stored_names, write_adapter_files
 from shardwise.lora.inject import inject, read_adapter_config
@@ -189,11 +189,12 @@ def convert_to_trainer(stored: StoredParts, directory: Place) -> None:
     the optimizer in memory, and changes the random states of this process.
 
     Raises:
-        UnsupportedError: no Trainer saved it, or it holds no optimizer.
+        UnsupportedError: no Trainer saved it, it holds no optimizer, or its weights have other names in files than in
+            the model, by which transformers' Trainer does not find them when it resumes.
         LoadError: the optimizer had other groups of parameters than Trainer's.
     """
     saved, values, out = stored.index.optimizers.get(""), stored.index.values, Path(directory)
-    if saved is None or not (stored.directory / "trainer_state.json").is_file():
+    if saved is None or not (stored.directory / TRAINER_STATE).is_file():
         raise UnsupportedError(
             f"{stored.manifest.tag}, in which no Trainer saved an optimizer",
             at=str(stored.directory),
@@ -203,6 +204,9 @@ def convert_to_trainer(stored: StoredParts, directory: Place) -> None:
     model = find_model((_adapted_model if is_adapter else meta_model)(stored)).to_empty(device="cpu")
     for name, value in model.named_parameters():
         value.requires_grad_(name in saved["parameters"])
+        value.data = value.to(stored.index.tensors.get(model_key(name), value).dtype)
+    if not is_adapter:
+        _check_names(stored.directory, model)
     names, (module, _, kind) = trained_names(model), saved["class"].rpartition(".")
     with Mesh.open("tp1", device="cpu") as mesh, disk_errors(f"cannot write to {str(directory)[:100]!r}"):
         named = dict(parallelize(model, mesh).named_parameters())
@@ -213,7 +217,7 @@ def convert_to_trainer(stored: StoredParts, directory: Place) -> None:
         for number, group in enumerate(groups):
             if not group["params"]:
                 group |= {**groups[1 - number], "params": [], "weight_decay": 0.0}
-        ours = {MANIFEST, INDEX, *stored.index.files}
+        ours = {MANIFEST, INDEX, TRAINER_STATE, *stored.index.files}
         shutil.copytree(stored.directory, out, ignore=lambda _, names: ours & {*names}, dirs_exist_ok=True)
         torch.save(optimizer.state_dict(), out / "optimizer.pt")
         if "scheduler" in values:
@@ -223,6 +227,19 @@ def convert_to_trainer(stored: StoredParts, directory: Place) -> None:
         if (key := "random/0.0.0/cuda") in stored.index.tensors:
             states["cuda"] = stored.read(key)
         torch.save(states, out / "rng_state.pth")
+        shutil.copy(stored.directory / TRAINER_STATE, out)  # last: without it nothing resumes from here
+
+
+def _check_names(directory: Path, model: nn.Module) -> None:
+    with CheckpointIndex.open(directory) as index:
+        unknown = min(index.keys() - model.state_dict().keys(), default=None)
+    if unknown is not None:
+        raise UnsupportedError(
+            f"a {type(model).__name__} in transformers' Trainer, which would resume without its weights",
+            at=str(directory),
+            why=f"it loads files by the names of modules, and {unknown} is none",
+            fix="convert it with --to hf, and start a run from those weights",
+        )
 
 
 def _adapted_model(stored: StoredParts) -> Any:

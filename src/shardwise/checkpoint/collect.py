@@ -417,6 +417,7 @@ def _config_files(model: nn.Module) -> dict[str, bytes]:
         return {}
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
+    config.dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), config.dtype)
     configs: dict[str, Any] = {"config.json": config}
     if model.can_generate() and model.generation_config is not None:
         configs["generation_config.json"] = model.generation_config

@@ -21,7 +21,7 @@ from shardwise.sharding.boxes import full_box, slices
 from shardwise.sharding.layout import Copy, Layout, Piece
 from shardwise.weights.foreign import Chunk, ChunkedIndex, ChunkedTensor, open_dcp
 
-_STATE = "trainer_state.json"
+TRAINER_STATE = "trainer_state.json"
 _STATES = "optimizer.state."  # as DCP's keys begin
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 _PEFT = "base_model.model."  # before the names of what is inside of PEFT's model
@@ -30,7 +30,7 @@ _PEFT = "base_model.model."  # before the names of what is inside of PEFT's mode
 def is_trainer(directory: Path) -> bool:
     """Returns whether a directory is a checkpoint of Trainer, without ours in it or below."""
     is_ours = (directory / MANIFEST).exists() or any(directory.glob(f"*/{MANIFEST}"))
-    return (directory / _STATE).is_file() and not is_ours
+    return (directory / TRAINER_STATE).is_file() and not is_ours
 
 
 def trained_names(model: nn.Module) -> tuple[list[str], list[str]]:
@@ -100,8 +100,8 @@ def open_trainer(
     Args:
         model: the unsplit model; see `read_optimizer`. None opens no optimizer.
     """
-    with as_error(LoadError, f"{_STATE} cannot be read", OSError, ValueError, KeyError, at=str(directory)):
-        known = json.loads((directory / _STATE).read_text())
+    with as_error(LoadError, f"{TRAINER_STATE} cannot be read", OSError, ValueError, KeyError, at=str(directory)):
+        known = json.loads((directory / TRAINER_STATE).read_text())
         values: dict[str, Any] = {"extra": {"step": known["global_step"], "epoch": known["epoch"]}}
     options: dict[str, Any] = {}
     if scheduler is not None:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError
 from rich.console import Console
 from rich.progress import Progress
 
@@ -219,10 +218,9 @@ def _tried_once(datasets: Any, config: SourceConfig) -> Iterator[None]:
     before = datasets.config.HF_HUB_OFFLINE
     try:
         HfApi().dataset_info(str(config.dataset), timeout=10)
-    except HfHubHTTPError:  # its answer
-        pass
-    except Exception:  # noqa: BLE001 - of the HTTP library, which differs
-        datasets.config.HF_HUB_OFFLINE = True
+    except Exception as error:  # noqa: BLE001 - of the HTTP library, which differs
+        if isinstance(error, ConnectionError) or type(error).__name__ == "ConnectError":
+            datasets.config.HF_HUB_OFFLINE = True
     try:
         yield
     finally:

@@ -129,9 +129,11 @@ class LossHooks:
         if self._gradients.is_in_step:
             return None
         batch = dict(zip(self._names, args, strict=False)) | kwargs
-        if batch.get("num_items_in_batch") is not None:
-            return None  # A sum that the caller divides by a number of targets is the caller's to put together.
         batch, is_copied = _without_copies(model, batch)
+        if (
+            batch.get("num_items_in_batch") is not None
+        ):  # A sum that the caller divides is the caller's to put together.
+            return (), batch
         count = targets_of(model, batch)
         if count is None:
             return None
@@ -143,7 +145,9 @@ class LossHooks:
             # Other ranks wait for this one's gradients. The mean over no targets is 0/0, so some are made up: they
             # count nothing.
             made_up = make_up_targets(batch)
-            changed = {name: torch.where(self._count > 0, batch[name], own) for name, own in made_up.items()}
+            changed = {
+                name: torch.where(self._count.to(own.device) > 0, batch[name], own) for name, own in made_up.items()
+            }
         return (args, kwargs | changed) if changed.keys() <= kwargs.keys() else ((), batch | changed)
 
     def _replace_loss(self, model: nn.Module, args: Any, kwargs: Any, output: Any, *, is_shared: bool = False) -> Any:

@@ -263,14 +263,18 @@ class SplitAccelerator(SavesState):
         own = own[: rows.own] if rows is not None and len(own) == rows.held else own
         return [row for part in all_gather_objects(own, self.mesh.group(*DATA_AXES)) for row in part]
 
-    def take_rows(self, batch: Any) -> Rows | None:
-        """Takes the rows of the batch that was just read out of it, or finds them; None if all ranks have as many."""
-        state = self.gradient_state
-        if (rows := take_rows(batch)) is not None or not state.end_of_dataloader:
+    def take_rows(self, batch: Any, loader: Any = None) -> Rows | None:
+        """Takes the rows of the batch that was just read out of it, or finds them; None if all ranks have as many.
+
+        Args:
+            loader: which was read. Default: the one that began last.
+        """
+        loader = self.gradient_state.active_dataloader if loader is None else loader
+        if (rows := take_rows(batch)) is not None or not getattr(loader, "end_of_dataloader", False):
             return rows
-        if self.mesh.data_size == 1 and state.remainder > 0:  # of a loader that is not dealt
-            return Rows((state.remainder,), 0, fills=True)
-        return rows_of_last_batch(state.active_dataloader)
+        if self.mesh.data_size == 1 and loader.remainder > 0:  # of a loader that is not dealt
+            return Rows((loader.remainder,), 0, fills=True)
+        return rows_of_last_batch(loader)
 
     @override
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -310,7 +314,7 @@ class SplitLoader(DataLoaderShard):
         before, models = accelerator.rows, accelerator._models
         try:
             for batch in super().__iter__():
-                accelerator.rows = rows = accelerator.take_rows(batch)
+                accelerator.rows = rows = accelerator.take_rows(batch, self)
                 own = without_copies(batch, rows, next((each for each in models if each.training), None))
                 if rows is not None and rows.is_uneven:
                     # The mean over no targets would be 0/0 in a loss of one's own.

@@ -49,7 +49,13 @@ def adapt(trainer: type[Any]) -> type[Any]:
 def _put_around(cls: type[Any]) -> None:
     """Makes a subclass of an adapted class that hides the mixin's losses or steps one that is adapted itself."""
     number = next(number for number, each in enumerate(cls.__mro__) if "_adapted" in vars(each))
-    if any(name in vars(each) for each in cls.__mro__[:number] for name in _HIDDEN):
+    hidden = [name for each in cls.__mro__[:number] for name in _HIDDEN if name in vars(each)]
+    if hidden and not any("_adapted" in vars(each) for each in cls.__bases__):
+        raise TypeError(
+            f"{cls.__name__} overrides {hidden[0]}, as the Trainer of shardwise.trainer does: derive it from "
+            f"transformers.Trainer, and use shardwise.trainer.adapt({cls.__name__})"
+        )
+    if hidden:
         cls.__bases__ = tuple(vars(each).get("_adapted", each) for each in cls.__bases__)
         cls.__new__ = lambda kind, *_, **__: object.__new__(adapt(kind))  # type: ignore[assignment]
 

@@ -29,6 +29,17 @@ from shardwise.trainer.accelerator import follow
 from shardwise.trainer.checkpoint import SavesSplitModels
 from shardwise.trainer.losses import SharesLosses
 
+_REPLACED = (
+    "_clip_grad_norm",
+    "_get_grad_norm",
+    "_load_best_model",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_rng_state",
+    "_save",
+    "_save_checkpoint",
+)
+
 
 class SplitTrainer(SharesLosses, SavesSplitModels):
     """Mixin before a `transformers.Trainer` class, for models that Shardwise splits; see `adapt`.
@@ -69,7 +80,20 @@ class SplitTrainer(SharesLosses, SavesSplitModels):
             self._mesh = registry_of(model).mesh
         if self._mesh is not None:
             _check_arguments(args, self._mesh.shape)
+            self._check_methods()
         super().__init__(model, *others, **options)
+
+    def _check_methods(self) -> None:
+        """Raises for methods of the user's that the adapter replaces, and does not call."""
+        kinds = type(self).__mro__
+        for kind in kinds[kinds.index(SavesSplitModels) + 1 :]:
+            found = [name for name in _REPLACED if name in vars(kind)]
+            if found and kind.__module__.partition(".")[0] not in ("transformers", "trl"):
+                raise UnsupportedError(
+                    f"{kind.__name__}.{found[0]} with a split model",
+                    why="the adapter does this for all ranks together, and would not call it",
+                    fix="use a callback, such as on_save, or leave it out",
+                )
 
     # The model and its processes
 
@@ -147,6 +171,8 @@ class SplitTrainer(SharesLosses, SavesSplitModels):
         Raises:
             UnsupportedError: the optimizer is no torch optimizer class over groups of parameters (GaLore, LOMO, Muon).
         """
+        if self._mesh is not None:
+            reshard(self.model)
         if self._mesh is None or not self._is_own("create_optimizer"):
             return super().create_optimizer(model)
         if self.optimizer is not None:
@@ -158,7 +184,6 @@ class SplitTrainer(SharesLosses, SavesSplitModels):
                     fix="pass optimizer_cls_and_kwargs=, or split the model first: shardwise.load(path, mesh)",
                 )
             return super().create_optimizer(model)
-        reshard(self.model)
         kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
         own = {"params", "model", "optimizer_dict"} & options.keys()
         if own or not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):

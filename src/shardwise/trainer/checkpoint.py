@@ -94,7 +94,6 @@ class SavesSplitModels(_Trainer):
             )
         with raise_on_all_ranks(self._mesh.group(), "pushing the checkpoint, and deleting older ones"):
             if self.args.push_to_hub:
-                unmark(root)
                 self._push_from_checkpoint(str(root / name))
             if self.args.should_save:
                 rotate_checkpoints(
@@ -175,14 +174,19 @@ class SavesSplitModels(_Trainer):
 class _SavesTogether(JITCheckpointCallback):
     """Saves and stops after a step, on all ranks, once any of them was sent SIGTERM."""
 
-    on_pre_optimizer_step = on_step_begin = on_epoch_end = TrainerCallback.on_step_begin
+    has_stopped = False
+    on_pre_optimizer_step = on_step_begin = TrainerCallback.on_step_begin
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         manager, group = self.jit_manager, self.trainer._mesh.group()
         if manager is not None and any(all_gather_objects(manager.is_checkpoint_requested, group)):
             manager.is_checkpoint_requested = False
             control.should_save = control.should_training_stop = True  # when the step is logged
-            control.should_evaluate = False
+            control.should_evaluate, self.has_stopped = False, True
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if self.has_stopped:  # in the midst of the epoch: all is saved
+            self.has_stopped = control.should_save = control.should_evaluate = False
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:

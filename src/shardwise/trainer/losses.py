@@ -10,11 +10,13 @@ batches' losses are summed; so it is here.
 """
 
 import ast
+import dis
 import functools
 import inspect
 import textwrap
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,11 +26,11 @@ from typing_extensions import override
 
 from shardwise.comm.collectives import all_reduce_, broadcast_object
 from shardwise.data.batch import counts_rows, drop_targets, make_up_targets, targets_of
-from shardwise.errors import UnsupportedError
+from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.loss.label_use import check_model_divides
 from shardwise.mesh import Mesh
 from shardwise.optim.summing import multiply_gradients
-from shardwise.parameters.registry import registry_of
+from shardwise.parameters.registry import is_split, registry_of
 from shardwise.pipeline.runner import runner_of
 from shardwise.runtime.adapter_facts import find_model
 from shardwise.topology.shape import DATA_AXES
@@ -65,6 +67,10 @@ class SharesLosses(_Trainer):
         self._eval_sums: Tensor | None = None
         self._steps: dict[int, TrainStep] = {}
         super().__init__(*args, **options)
+        if self._mesh is None and is_split(self.model):
+            raise ConfigError(
+                "a split model that is not the first argument", fix="pass it as the first one, or as model="
+            )
         if self._mesh is not None:
             self._check_pipeline()
             self.accelerator.fills = self._is_pipeline and self._is_default_loss
@@ -155,9 +161,11 @@ class SharesLosses(_Trainer):
             check_parts(self.model, inputs, mesh)
             counted = {}  # without the number of targets every loss is a mean over this rank's
         has_rows = self._rows is None or self._rows.own > 0
-        if self._is_default_loss or not has_rows:  # the mean over no targets is 0/0
-            made_up = make_up_targets(inputs)
+        if self._is_default_loss or not has_rows or (self._adds_to_loss and not counted):
+            made_up = make_up_targets(inputs)  # the mean over no targets is 0/0
             inputs = {**inputs, **{name: torch.where(own > 0, inputs[name], made_up[name]) for name in made_up}}
+        if not has_rows and isinstance(labels := inputs.get("labels"), Tensor) and labels.is_floating_point():
+            inputs = {**inputs, "labels": torch.zeros_like(labels)}
         result = compute(model, inputs, return_outputs=return_outputs, **counted)
         loss = result[0] if return_outputs else result
         loss = loss * (float(has_rows) if counted else own / torch.as_tensor(total).clamp(min=1.0) * mesh.data_size)
@@ -165,7 +173,7 @@ class SharesLosses(_Trainer):
 
     def _target_count(self, inputs: Mapping[str, Any]) -> Tensor:
         """Returns the number of this rank's targets, float32 scalar: tokens or rows."""
-        count: Any = num_rows(inputs) if self._rows is None else self._rows.own
+        count: Any = max(num_rows(inputs), 1) if self._rows is None else self._rows.own
         smooths = self.label_smoother is not None and self.compute_loss_func is None
         if count and (self._is_default_loss or self._adds_to_loss or (smooths and self._is_own("compute_loss"))):
             count = found if (found := targets_of(self.model, inputs)) is not None else count
@@ -188,8 +196,8 @@ class SharesLosses(_Trainer):
         """Whether the loss is what a subclass makes of the model's, by transformers' method."""
         if self.compute_loss_func is not None or self.label_smoother is not None:
             return False
-        names = {each.attr for each in _nodes_of(super().compute_loss) if isinstance(each, ast.Attribute)}
-        return "compute_loss" in names
+        code = _code_of(super().compute_loss)
+        return code is not None and "compute_loss" in code.co_names and not self._is_own("compute_loss")
 
     def _is_own(self, name: str) -> bool:
         """Returns whether the adapted class has a method as transformers has it, and not one of its own."""
@@ -284,32 +292,36 @@ def _refuse_numbers(num_rows: int, parts: int) -> UnsupportedError:
     )
 
 
+@functools.cache
 def _passes_numbers_on(forward: Callable[..., Any]) -> bool:
     """Returns whether a forward gives its loss function the arguments that it does not name."""
-    calls = [each for each in _nodes_of(forward) if isinstance(each, ast.Call)]
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
+    except (OSError, TypeError):  # of a class made on the way
+        return True
+    calls = [each for each in ast.walk(tree) if isinstance(each, ast.Call)]
     given = [each.keywords for each in calls if getattr(each.func, "attr", None) == "loss_function"]
-    return not calls or any(keyword.arg is None for keywords in given for keyword in keywords)
+    return any(keyword.arg is None for keywords in given for keyword in keywords)
 
 
 def _reads_number(function: Any) -> bool:
-    """Returns whether a loss function reads `num_items_in_batch`, or any arguments that it does not name."""
-    nodes = _nodes_of(function if inspect.isroutine(function) else type(function).__call__)
-    read = {each.id for each in nodes if isinstance(each, ast.Name)}
-    variadic = {each.kwarg.arg for each in nodes if isinstance(each, ast.arguments) and each.kwarg is not None}
-    return not nodes or not read.isdisjoint({"num_items_in_batch", *variadic})
+    """Returns whether a loss function reads `num_items_in_batch`, or arguments that it does not name."""
+    if (code := _code_of(function)) is None:
+        return True
+    named = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    wanted = {"num_items_in_batch", *code.co_varnames[named : named + bool(code.co_flags & inspect.CO_VARKEYWORDS)]}
+    read = [each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD_")]
+    return any(wanted & {*(value if isinstance(value, tuple) else (value,))} for value in read)
 
 
-def _nodes_of(function: Any) -> tuple[ast.AST, ...]:
-    """Returns the nodes of a function's code; none if it is not known."""
-    return _parsed(getattr(inspect.unwrap(function), "__func__", inspect.unwrap(function)))
-
-
-@functools.lru_cache(maxsize=256)
-def _parsed(function: Callable[..., Any]) -> tuple[ast.AST, ...]:
-    try:
-        return (*ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))),)
-    except (OSError, TypeError, SyntaxError):  # made on the way, a lambda inside of a call
-        return ()
+def _code_of(function: Any) -> CodeType | None:
+    """Returns the code of a function, a method, a partial, a module or another callable; None if it is not known."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not inspect.isroutine(function):
+        function = function.forward if isinstance(function, nn.Module) else type(function).__call__
+    code: CodeType | None = getattr(inspect.unwrap(function), "__code__", None)
+    return code
 
 
 def _refilled(value: Any, kept: int, held: int) -> Any:

@@ -118,13 +118,7 @@ class RankBatchSampler(BatchSampler):
         self.batch_sampler, self.size, self.splits = batch_sampler, size, splits
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         given = getattr(batch_sampler, "batch_size", None)
-        if given is None or (splits and given % size):
-            raise UnsupportedError(
-                f"batches of {given} rows" if given else f"{type(batch_sampler).__name__}, which has no batch_size",
-                why=f"every batch is divided over {counted(size, 'data rank')}",
-                fix=f"use a batch size that divides by {size}" if given else "give it one",
-            )
-        self.batch_size = given // size if splits else given
+        self.batch_size = _rows_of_rank(given, size, splits=splits)
         self.dealer = Dealer(size, rank, self.batch_size, fills)
         self.rows: Rows | None = None
 
@@ -170,6 +164,17 @@ class RankBatchSampler(BatchSampler):
             )
         own, self.rows = self.dealer.deal([row for batch in batches for row in batch])
         return own
+
+
+def _rows_of_rank(batch_size: int | None, size: int, *, splits: bool) -> int:
+    """Returns the rows of one rank's full batch; see `RankBatchSampler`."""
+    if batch_size is None or (splits and batch_size % size):
+        raise UnsupportedError(
+            "batches of no batch_size" if batch_size is None else f"batches of {batch_size} rows",
+            why=f"every batch is divided over {counted(size, 'data rank')}",
+            fix="give the loader or its batch sampler one" if batch_size is None else f"use a multiple of {size}",
+        )
+    return batch_size // size if splits else batch_size
 
 
 class RankIterable(IterableDataset[Any]):
@@ -239,7 +244,7 @@ def deal_rows(loader: Any, mesh: Mesh, *, splits: bool, fills: bool) -> Any:
         options["worker_init_fn"] = partial(seeds.func, *seeds.args, **{**seeds.keywords, "rank": mesh.data_rank})
     size, rank = mesh.data_size, mesh.data_rank
     if isinstance(loader.dataset, IterableDataset):
-        each = loader.batch_size // size if splits else loader.batch_size
+        each = _rows_of_rank(loader.batch_size, size, splits=splits)
         dealt = RankIterable(loader.dataset, Dealer(size, rank, each, fills), drop_last=loader.drop_last)
         options["collate_fn"] = partial(_collate, loader.collate_fn)
         return DataLoader(dealt, batch_size=each, drop_last=loader.drop_last, **options)
@@ -258,9 +263,14 @@ def rows_of_last_batch(loader: Any) -> Rows | None:
 
 
 def num_rows(batch: Mapping[str, Any]) -> int:
-    """Returns the rows of a batch: the first dim of its first tensor that is no image or sound."""
-    sizes = {name: value.shape[0] for name, value in batch.items() if isinstance(value, Tensor) and value.ndim}
-    return next((size for name, size in sizes.items() if not is_medium(name)), next(iter(sizes.values()), 0))
+    """Returns the rows of a batch: the first dim of its first tensor that is no image or sound; 0 without tensors."""
+    sizes: dict[str, int] = {}
+    for name, value in batch.items():
+        if isinstance(value, Mapping):
+            sizes[name] = num_rows(value)
+        elif isinstance(value, Tensor) and value.ndim:
+            sizes[name] = value.shape[0]
+    return next((size for name, size in sizes.items() if size and not is_medium(name)), next(iter(sizes.values()), 0))
 
 
 def without_copies(batch: Any, rows: Rows | None, model: nn.Module | None) -> Any:

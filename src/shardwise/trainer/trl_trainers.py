@@ -170,7 +170,8 @@ class SplitTrlTrainer(SplitTrainer):
         Communicates: as `SplitTrainer.compute_loss`, and a gather over the data ranks for each metric.
         """
         if (mesh := self._mesh) is not None:
-            self.accelerator.gathered = self._rows or Rows((1,) * mesh.data_size, mesh.data_rank, fills=False)
+            rows = self._rows if mesh.data_size > 1 else None
+            self.accelerator.gathered = rows or Rows((1,) * mesh.data_size, mesh.data_rank, fills=False)
         try:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         finally:
@@ -232,6 +233,12 @@ class SplitGrpoTrainer(SplitTrlTrainer):
         self._asked = {"beta": args.beta}
         if args.beta:
             self._reference_model = refer()
+            if args.sync_ref_model and not is_split(self._reference_model):
+                raise UnsupportedError(
+                    "sync_ref_model=True with an adapter",
+                    why="the reference is the model without it, which does not change",
+                    fix="leave it out",
+                )
             self._asked["sync_ref_model"], args.beta, args.sync_ref_model = args.sync_ref_model, 0.0, False
         args.generation_batch_size = args.per_device_train_batch_size * mesh.data_size * args.steps_per_generation
         if args.generation_batch_size % args.num_generations:
@@ -258,7 +265,7 @@ class SplitGrpoTrainer(SplitTrlTrainer):
             return step(model, inputs, *args, **options)
         self._rows = self.accelerator.rows = self.accelerator.take_rows(inputs)
         size = self._mesh.data_size
-        num_rows = len(inputs) * size if self._rows is None else sum(self._rows.counts)
+        num_rows = len(inputs) * size if self._rows is None or size == 1 else sum(self._rows.counts)
         if num_rows % size or num_rows % self.num_generations_eval:
             raise UnsupportedError(
                 f"a batch of {num_rows} completions in groups of {self.num_generations_eval} over {size} data ranks",
