@@ -206,6 +206,8 @@ def _check_init(config: Any, *, from_file: bool) -> None:
     needs = "use_dora" if getattr(config, "use_dora", False) else ""
     if not from_file and init not in _PLAIN_INITS:
         needs = f"init_lora_weights={init!r}"
+    if not from_file and (prompt := getattr(config, "prompt_tuning_init", "RANDOM")) != "RANDOM":
+        needs = f"prompt_tuning_init={getattr(prompt, 'value', prompt)!r}"
     if needs:
         raise UnsupportedError(
             f"an adapter with {needs}, loaded into a split model",
