@@ -128,12 +128,11 @@ class LossHooks:
         self._count = None
         if self._gradients.is_in_step:
             return None
-        batch = dict(zip(self._names, args, strict=False)) | kwargs
-        batch, is_copied = _without_copies(model, batch)
-        if (
-            batch.get("num_items_in_batch") is not None
-        ):  # A sum that the caller divides is the caller's to put together.
-            return (), batch
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        batch, is_copied = _without_copies(model, given)
+        if batch.get("num_items_in_batch") is not None:
+            # A sum that the caller divides by a number of targets, all ranks' perhaps, is the caller's to put together.
+            return None if batch is given else ((), batch)
         count = targets_of(model, batch)
         if count is None:
             return None
