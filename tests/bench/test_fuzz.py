@@ -6,10 +6,12 @@ import sys
 
 import pytest
 
+from tests.families import FULL_PRODUCT
+
 # Which configurations of each layout, of architectures that take a second or two; those of one line share their ranks.
 # A plan is derived for some of each that splits over tp, which is most of what a configuration costs. `make coverage`
 # proves hundreds of all, on four ranks, too.
-TOGETHER = (("tp2", False, (1, 3, 15)), ("pp2", False, (0, 1)), ("tp2", True, (1, 11)))
+TOGETHER = [("tp2", False, (1, 3, 15)), *[("pp2", False, (0, 1)), ("tp2", True, (1, 11))] * FULL_PRODUCT]
 
 MODEL_TYPES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "glm4", "cohere2", "olmo2", "gpt_neox", "starcoder2"),

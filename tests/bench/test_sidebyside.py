@@ -38,6 +38,7 @@ def test_steps_are_compared_and_counted(run):
     assert contenders["shardwise"]["to_transformers"]["median"] > 0
 
 
+@in_coverage
 def test_data_parallel_steps_are_compared_and_counted(run):
     (record,) = run("fsdp", "--rounds", "2", "--layouts", "fsdp2")["records"]
     ours, by_hand = record["contenders"]["shardwise"], record["contenders"]["FSDP2 by hand"]
@@ -46,18 +47,21 @@ def test_data_parallel_steps_are_compared_and_counted(run):
     assert ours["busy_to_by_hand"]["median"] > 0
 
 
+@in_coverage
 def test_loads_are_compared(run):
     ours = run("load", "--rounds", "2")["contenders"]["shardwise"]
     assert ours["requested_to_owned"] == pytest.approx(1.0, abs=0.05)
     assert ours["time_to_transformers"]["median"] > 0
 
 
+@in_coverage
 def test_checkpoints_are_compared(run):
     record = run("checkpoint", "--rounds", "1")
     assert record["contenders"]["save"]["ratio"]["median"] > 0
     assert record["contenders"]["async stall"]["seconds"] > 0
 
 
+@in_coverage
 def test_pipelines_are_compared_and_drawn(run, tmp_path):
     record = run("pipeline", "--rounds", "2", "--timelines", str(tmp_path / "drawn"))
     assert record["step"]["busy_to_by_hand"]["median"] > 0

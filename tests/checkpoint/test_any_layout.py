@@ -13,6 +13,7 @@ from shardwise.plan.options import FsdpPolicy, Precision
 from shardwise.ranks.spawn import spawn
 from shardwise.topology.shape import MeshShape
 from tests.checkpoint.training import FAMILIES, VARIANTS, Training, differing
+from tests.families import FULL_PRODUCT
 
 pytestmark = pytest.mark.spawn
 
@@ -133,7 +134,7 @@ def resume(layout, other, directory):
     return same and is_same_there, losses, again, fresh_losses
 
 
-@pytest.mark.parametrize(("layout", "other"), [("tp2", "fsdp2"), ("fsdp2", "pp2")])
+@pytest.mark.parametrize(("layout", "other"), [("fsdp2", "pp2"), *[("tp2", "fsdp2")] * FULL_PRODUCT])
 def test_the_same_layout_goes_on_bit_for_bit(tmp_path, layout, other):
     for same, losses, again, fresh in spawn(resume, 2, layout, other, tmp_path):
         assert same

@@ -192,8 +192,7 @@ def fsdp2(mesh, kind, family, plan):
             {"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "embed": "embedding_rowwise"},
         ),
         ("data", "llama", "automatic"),
-        ("context", "llama", "automatic"),
-        ("data", "mixer", "automatic"),
+        *[("context", "llama", "automatic"), ("data", "mixer", "automatic")] * FULL_PRODUCT,
     ],
 )
 def test_fsdp2_on_two_ranks(on_ranks, layout, kind, family, plan):
@@ -205,11 +204,11 @@ def test_fsdp2_on_two_ranks(on_ranks, layout, kind, family, plan):
 @pytest.mark.parametrize(
     ("kind", "family", "plan"),
     [
-        ("all", "llama", "styles"),
-        ("both", "mixer", "automatic"),
         ("today's", "llama", "sequence"),
         ("hybrid with context", "llama", "automatic"),
-        *[("flattened", "llama", "automatic"), ("hybrid", "mixer", "automatic")] * FULL_PRODUCT,
+        *[("all", "llama", "styles"), ("both", "mixer", "automatic"), ("flattened", "llama", "automatic")]
+        * FULL_PRODUCT,
+        *[("hybrid", "mixer", "automatic")] * FULL_PRODUCT,
     ],
 )
 def test_fsdp2_on_four_ranks(on_ranks, layout, kind, family, plan):

@@ -27,7 +27,7 @@ from shardwise.compat.neuronx_distributed.parallel_layers import (
 from shardwise.compat.warned import CompatWarning
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.train.step import TrainStep
-from tests.families import tiny_model
+from tests.families import FULL_PRODUCT, tiny_model
 from tests.oracle import differing, differing_gradients
 from tests.programs import run_script
 
@@ -286,7 +286,7 @@ assert dist.get_world_size() == 2
 """
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [2, *[1] * FULL_PRODUCT])
 def test_the_trainer_starts_the_ranks_of_a_plain_script(tmp_path, tp):
     (tmp_path / "script.py").write_text(SCRIPT.format(tp=tp))
     run = run_script(tmp_path / "script.py")

@@ -1,8 +1,8 @@
 """Steps, clipping, saving, loading and optimizers of the three packages, at products of layouts and options.
 
 Each case trains three steps, saves after the second, and trains the third again from what it has loaded. Losses,
-gradients and weights equal those of the unsplit model. `make test` takes cases in which nearly every pair of options
-occurs, `make coverage` takes all of them.
+gradients and weights equal those of the unsplit model. `make test` takes cases in which every system meets
+every option, `make coverage` takes all of them.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def is_offered(degrees, system, zero, number, model, start):
 
 
 def chosen():
-    """Cases such that any two options that can be combined are combined in one of them, and models that tp splits start
-    in every way. Layouts of two axes meet every system and number of microbatches.
+    """Cases such that every system meets every option that it can be combined with, and models that tp splits start in
+    every way. Layouts of two axes are there, and every system in one of them.
     """
     names = list(OPTIONS)
     cases = [case for case in itertools.product(*OPTIONS.values()) if is_offered(*case)]
@@ -73,11 +73,12 @@ def chosen():
 
     def combined(case):
         options = dict(zip(names, case, strict=True))
-        start = (options["model"], options["start"]) if options["degrees"][0] > 1 else ()
-        pairs = {*itertools.combinations(options.items(), 2), start}
-        if math.prod(options["degrees"]) > 2:
-            pairs -= {(("degrees", options["degrees"]), (name, options[name])) for name in ("zero", "start", "model")}
-        return pairs
+        degrees, system = options["degrees"], options["system"]
+        if math.prod(degrees) > 2:
+            return {degrees, ("two axes", system)}
+        start = {(options["model"], options["start"])} if degrees[0] > 1 else set()
+        shared = {(system, "shared states")} if options["zero"] and degrees[2] > 1 else set()
+        return {(system, *each) for each in options.items()} | start | shared
 
     missing, taken = set().union(*map(combined, cases)), []
     while missing:

@@ -73,13 +73,13 @@ def decided(model, *, tp_size=2):
 
 MODES = {
     "llama": ["tp2+sp", *["tp4"] * FULL_PRODUCT],
-    "gpt2": ["tp4", *["tp2+sp"] * FULL_PRODUCT],
+    "gpt2": ["tp4", "tp2+sp"] * FULL_PRODUCT,
     "phi3": ["tp2+sp", *["tp2"] * FULL_PRODUCT],
     "qwen3": ["tp4", *["tp2+sp"] * FULL_PRODUCT],
     "mixtral": ["tp4"],
     "deepseek_v3": ["tp2"],
     "bert": ["tp2+sp"],
-    "t5": ["tp2"],
+    "t5": ["tp2"] * FULL_PRODUCT,
 }
 
 

@@ -221,11 +221,10 @@ USES = "adapters are added, switched, merged and restored"
 @pytest.mark.parametrize(
     ("layout", "what"),
     [
-        *(("tp2", what) for what in ([FILES, STARTS, USES] if FULL_PRODUCT else [STARTS, USES])),
-        ("fsdp2.tp2", FILES),  # which is divided over tp as in tp2
-        ("fsdp2.tp2", STARTS),
-        ("fsdp2.tp2" if FULL_PRODUCT else "fsdp2", USES),
-        *(("pp2", what) for what in (FILES, STARTS, USES)),
+        ("tp2", FILES),
+        *((layout, what) for layout in ("tp2", "fsdp2", "pp2") for what in (STARTS, USES)),
+        *[("pp2", FILES)] * FULL_PRODUCT,
+        *[("fsdp2.tp2", what) for what in (FILES, STARTS, USES)] * FULL_PRODUCT,
     ],
 )
 def test_adapters_in_every_layout(on_ranks, checkpoints, layout, what):

@@ -112,7 +112,9 @@ def other_on(mesh, model, other):
 
 
 @pytest.mark.parametrize("layout", ["pp2"])
-@pytest.mark.parametrize(("schedule", "tied"), [("1f1b", True), ("zbv", True), ("interleaved_1f1b", False)])
+@pytest.mark.parametrize(
+    ("schedule", "tied"), [("1f1b", True), ("zbv", True), *[("interleaved_1f1b", False)] * FULL_PRODUCT]
+)
 def test_the_whole_state_goes_out_and_in(on_ranks, tmp_path_factory, layout, schedule, tied):
     directory = tmp_path_factory.getbasetemp()
     whole = tiny_model("llama", num_hidden_layers=4, tied=tied)
@@ -188,7 +190,7 @@ def casts_of_a_step(mesh, schedule):
 
 
 @pytest.mark.parametrize("layout", ["pp2"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", ["zbv", *["1f1b"] * FULL_PRODUCT])
 def test_microbatches_share_what_is_cast_for_them(on_ranks, layout, schedule):
     for num_cast, num_held, loss, gradient in on_ranks(casts_of_a_step):
         assert num_cast == num_held

@@ -24,7 +24,7 @@ from shardwise.stages.absent import Absent
 from shardwise.tiny.inputs import clone_batch
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
 from shardwise.topology.shape import MeshShape
-from tests.families import tiny_batch, tiny_model
+from tests.families import FULL_PRODUCT, tiny_batch, tiny_model
 from tests.staged import StageMesh, split_and_train
 
 pytestmark = pytest.mark.single
@@ -77,7 +77,7 @@ def test_cut_in_front_of_every_layer(name):
 
 @pytest.mark.parametrize(
     ("name", "sequence_parallel"),
-    [("llama", False), ("llama", True), ("mixtral", False), ("mixtral", True), ("t5", True)],
+    [("llama", False), ("llama", True), ("mixtral", False), ("mixtral", True), *[("t5", True)] * FULL_PRODUCT],
 )
 def test_split_over_tensor_parallel_ranks_too(monkeypatch, name, sequence_parallel):
     monkeypatch.setattr("shardwise.optim.summing._sum_over_stages", lambda *_: None)  # they are summed here

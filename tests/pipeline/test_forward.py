@@ -127,11 +127,10 @@ def write(mesh, family, name):
     ("layout", "family", "name"),
     [
         ("pp2", "gemma3_text", "zbv"),
-        ("pp2", "gpt2", "1f1b"),
         ("pp2", "t5", "interleaved_1f1b"),
-        ("pp2", "bart", "zbv"),
         ("pp2.tp2", "mixtral", "gpipe"),
-        *([("pp2", "llama", "1f1b"), ("pp2.tp2", "t5", "interleaved_1f1b")] if FULL_PRODUCT else []),
+        *[("pp2", "llama", "1f1b"), ("pp2", "gpt2", "1f1b"), ("pp2", "bart", "zbv")] * FULL_PRODUCT,
+        *[("pp2.tp2", "t5", "interleaved_1f1b")] * FULL_PRODUCT,
     ],
 )
 def test_every_rank_writes_the_unsplit_model_s_tokens(on_ranks, layout, family, name):

@@ -27,8 +27,8 @@ from tests.oracle import differing, differing_gradients
 
 pytestmark = pytest.mark.spawn
 
-FAMILIES = ("mixtral", "t5", "llama", "bert", "gemma3_text", "gpt2", "bloom", "qwen3", "gpt_neox", "bart")
-LAYOUTS = ("pp2", "pp4", "pp2.tp2", "pp2.tp2 sp", "pp2.fsdp2", "pp2.ddp2")
+FAMILIES = ("mixtral", "llama", "qwen3", "t5", "bert", "gemma3_text", "gpt2", "bloom", "gpt_neox", "bart")
+LAYOUTS = ("pp2", "pp4", "pp2.tp2", "pp2.tp2 sp", "pp2.fsdp2", *["pp2.ddp2"] * FULL_PRODUCT)
 COUNTS = (2, 4, 8)
 LAYERS = 4
 SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipev")
@@ -68,22 +68,22 @@ def has_schedule(layout, name, count):
     return len(schedule.rank_of) <= LAYERS
 
 
-def kind_of(layout):
-    """What schedules meet of a layout: tensor parallelism and data parallelism in one of their two ways each."""
-    return "pp2.data" if layout in ("pp2.fsdp2", "pp2.ddp2") and not FULL_PRODUCT else layout.split()[0]
-
-
 def pairs_of(layout, name, count):
-    """Of data parallelism here those schedules whose backward is split: it meets every one in `ZERO`, too."""
-    kind = kind_of(layout)
-    found = {(layout,), (name, count), (layout if kind != "pp2.data" else kind, count)}
-    return found if kind == "pp2.data" and name not in SPLIT_BACKWARD else found | {(kind, name)}
+    """What a cell shows. Other axes beside stages meet the schedules whose backward is split, and fsdp in `ZERO` meets
+    all. Every schedule and every layout has batches of other lengths.
+    """
+    kind = layout.split()[0]
+    if FULL_PRODUCT:
+        return {(layout,), (name, count), (layout, count), (kind, name)}
+    found = {(layout,), (kind, count)}
+    if kind == "pp2" or name in SPLIT_BACKWARD:
+        found |= {(kind, name)}
+    return found if count == max(COUNTS) else found | {(name, "lengths"), (layout, "lengths")}
 
 
 def cells():
-    """Cells in which every two choices of layout, schedule and number of microbatches meet that can, as `pairs_of`
-    says; families take turns, tied or not, such that few plans are derived. `make coverage` proves every family in
-    each, and every schedule with both ways of data parallelism.
+    """Cells in which choices of layout, schedule and number of microbatches meet that can, as `pairs_of` says; families
+    take turns, tied or not, such that few plans are derived. `make coverage` proves every family in each of more.
     """
     pairs = {
         (layout, name, count): pairs_of(layout, name, count)
@@ -158,17 +158,14 @@ def test_steps_have_the_loss_and_gradients_of_the_unsplit_model(on_ranks, layout
 def test_every_two_choices_meet_that_can():
     found = list(cells())
     possible = [cell for cell in itertools.product(LAYOUTS, SCHEDULES, COUNTS) if has_schedule(*cell)]
-    with_data = {(kind_of("pp2.fsdp2"), name) for name, *_ in ZERO}
-    assert {(kind_of(layout), name) for layout, _, _, name, _, _ in found} | with_data == {
-        (kind_of(layout), name) for layout, name, _ in possible
+    assert {(layout, name) for layout, _, _, name, _, _ in found} >= {
+        (layout.split()[0], name) for layout, name, _ in possible if layout == "pp2" or name in SPLIT_BACKWARD
     }
-    assert {("pp2.data", name) for name in SPLIT_BACKWARD} <= {
-        ("pp2.data" if layout in ("pp2.fsdp2", "pp2.ddp2") else layout, name) for layout, _, _, name, _, _ in found
+    assert {name for name, *_ in ZERO} == set(SCHEDULES)
+    assert {(layout, count) for layout, _, _, _, count, _ in found} == {
+        (layout.split()[0], count) for layout, _, count in possible
     }
-    assert {(kind_of(layout), sp, count) for layout, sp, _, _, count, _ in found} == {
-        (kind_of(layout), layout.endswith("sp"), count) for layout, _, count in possible
-    }
-    assert {cell[0] for cell in found} == {layout.split()[0] for layout in LAYOUTS}
+    assert {cell[:2] for cell in found} == {(layout.split()[0], layout.endswith("sp")) for layout in LAYOUTS}
     assert {family for _, _, family, _, _, _ in found} == set(FAMILIES)
     with_other_lengths = [cell for cell in found if cell[4] < max(COUNTS)]
     assert {name for _, _, _, name, _, _ in with_other_lengths} == set(SCHEDULES)

@@ -48,7 +48,7 @@ def without_fused_reductions(plan):
     return Plan(tuple(type(r)(r.pattern, r.style.partition("_into(")[0], r.source, r.reason) for r in plan.rules))
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [True, *[False] * FULL_PRODUCT])
 def test_an_attention_and_an_mlp_side_by_side_share_one_sum(sequence_parallel):
     tiny, batch, plan = derived("gptj", "GPTJForCausalLM", sequence_parallel=sequence_parallel)
     assert "transformer.h.*.attn.out_proj: rowwise_into(mlp.fc_out)" in str(plan)

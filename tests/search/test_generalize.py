@@ -104,10 +104,10 @@ def test_only_what_all_experts_have_is_for_any_number_of_them():
 
 PATTERNED = (
     ("switch_transformers", "SwitchTransformersForConditionalGeneration"),  # every n-th is sparse, the first has biases
-    ("nllb-moe", "NllbMoeForConditionalGeneration"),
-    ("deepseek_v3", "DeepseekV3ForCausalLM"),
     ("jamba", "JambaForCausalLM"),
     ("zamba2", "Zamba2ForCausalLM"),
+    ("nllb-moe", "NllbMoeForConditionalGeneration"),
+    ("deepseek_v3", "DeepseekV3ForCausalLM"),
     ("qwen3_next", "Qwen3NextForCausalLM"),
     ("qwen2_moe", "Qwen2MoeForCausalLM"),
     ("modernbert-decoder", "ModernBertDecoderForCausalLM"),
@@ -118,7 +118,7 @@ PATTERNED = (
 )
 
 
-@pytest.mark.parametrize(("model_type", "name"), PATTERNED if FULL_PRODUCT else PATTERNED[:6])
+@pytest.mark.parametrize(("model_type", "name"), PATTERNED if FULL_PRODUCT else PATTERNED[:3])
 @pytest.mark.parametrize("shrink", [keep_layers, shrink_config])
 def test_the_few_layers_that_are_tried_are_of_every_kind(model_type, name, shrink):
     config = default_config(model_type)

@@ -140,9 +140,13 @@ GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61, "n_positions"
 @pytest.mark.single
 def test_a_derived_plan_is_kept_and_found_again(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
-    derived = []
-    search = planning.search_plan
-    monkeypatch.setattr(planning, "search_plan", lambda *args, **rest: derived.append(1) or search(*args, **rest))
+    derived, search = [], planning.search_plan
+
+    def search_once(*args, **rest):
+        derived.append(derived[0] if derived else search(*args, **rest))
+        return derived[0]
+
+    monkeypatch.setattr(planning, "search_plan", search_once)
     first = plan_for(small(**GPT2), ParallelSpec(plan="auto"), num_parts=2)
     assert plan_for(small(**GPT2), ParallelSpec(plan="auto"), num_parts=2) == first
     assert len(derived) == 1

@@ -136,7 +136,7 @@ def odd_plan(parts):
     return derive_plan(odd_model(), Plan(()), num_parts=parts, sequence_parallel=True)
 
 
-@pytest.mark.parametrize(("parts", "length"), [(2, 12), (2, 7), (4, 7)])
+@pytest.mark.parametrize(("parts", "length"), [(2, 12), (2, 7), *[(4, 7)] * FULL_PRODUCT])
 def test_what_runs_behind_is_told_by_running_and_what_mixes_is_given_all(parts, length):
     model, plan = odd_model(), odd_plan(parts)
     found = styles(plan)
@@ -185,13 +185,17 @@ SEEN_ELSEWHERE = (  # of models written by hand, above and below
 )
 
 
+PROVED_BY_THE_SWEEP = (  # of `make coverage`, as every architecture is
+    ("llama4_text", "causal_lm", "Llama4ForCausalLM"),  # experts that flatten what they return
+    ("gemma4_text", "causal_lm", "Gemma4ForCausalLM"),  # embedded tokens also enter every layer by another way
+)
+
+
 @pytest.mark.parametrize(
     ("model_type", "task", "name"),
     [
         ("camembert", "masked_lm", "CamembertForMaskedLM"),  # the head is registered in front
-        ("llama4_text", "causal_lm", "Llama4ForCausalLM"),  # experts that flatten what they return
-        ("gemma4_text", "causal_lm", "Gemma4ForCausalLM"),  # embedded tokens also enter every layer by another way
-        *SEEN_ELSEWHERE * FULL_PRODUCT,
+        *(*PROVED_BY_THE_SWEEP, *SEEN_ELSEWHERE) * FULL_PRODUCT,
     ],
 )
 def test_architectures_that_the_order_of_registration_misleads(model_type, task, name):

@@ -92,8 +92,15 @@ def alone(directory):
 @pytest.mark.parametrize(
     ("layout", "later", "stop"),
     [
-        *(("tp2", "pp2", 4), ("pp2", "fsdp2", 8), ("ddp2", "fsdp2.tp2", 7)),
-        *[("fsdp2", "tp2", 7), ("pp2", "fsdp2.tp2", 8), ("fsdp2.tp2", "ddp2", 5), ("ddp2", "fsdp2", 10)] * FULL_PRODUCT,
+        *(("tp2", "pp2", 4), ("ddp2", "fsdp2.tp2", 7)),
+        *[
+            ("pp2", "fsdp2", 8),
+            ("fsdp2", "tp2", 7),
+            ("pp2", "fsdp2.tp2", 8),
+            ("fsdp2.tp2", "ddp2", 5),
+            ("ddp2", "fsdp2", 10),
+        ]
+        * FULL_PRODUCT,
     ],
 )
 def test_a_run_goes_on_at_another_layout(on_ranks, whole, tmp_path, layout, later, stop):
@@ -116,7 +123,7 @@ def test_dropout_masks_go_on_where_they_were(on_ranks, tmp_path, layout):
         assert not differing(found, log)
 
 
-@pytest.mark.parametrize("layout", ["fsdp2.tp2"])
+@pytest.mark.parametrize("layout", ["fsdp2.tp2" if FULL_PRODUCT else "fsdp2"])
 def test_a_run_of_transformers_own_goes_on(on_ranks, whole, tmp_path, layout):
     (log, _, state), _ = whole
     given = arguments(tmp_path, **RUN)
@@ -204,10 +211,10 @@ def save_model_alone(mesh, directory):
     return shardwise.full_state_dict(trainer.model), all_gather_objects(trainer.state.global_step, mesh.group())
 
 
-@pytest.mark.parametrize("layout", ["fsdp2.tp2"])
+@pytest.mark.parametrize("layout", ["fsdp2.tp2" if FULL_PRODUCT else "fsdp2"])
 def test_the_model_alone(on_ranks, tmp_path, layout):
-    (state, steps), *_ = on_ranks(save_model_alone, directory=str(tmp_path))
-    assert steps == [2] * 4
+    (state, steps), *others = on_ranks(save_model_alone, directory=str(tmp_path))
+    assert steps == [2] * (1 + len(others))
     for place in ("out", "checkpoint-2"):
         loaded = build("llama").from_pretrained(tmp_path / place).state_dict()
         assert all(torch.equal(loaded[name], value) for name, value in state.items())

@@ -158,9 +158,11 @@ CASES = [
     for row, layout in enumerate(LAYOUTS)
     for column, kind in enumerate(["padded", "packed", "completion", "assistant", "dpo"])
 ]
+CHOSEN = [CASES[number] for number in (0, 7, 13, 16, 22, 29)]
+"""Every layout, kind, family and accumulation at least once."""
 
 
-@pytest.mark.parametrize(("family", "kind", "layout", "accumulation"), CASES if FULL_PRODUCT else CASES[::3])
+@pytest.mark.parametrize(("family", "kind", "layout", "accumulation"), CASES if FULL_PRODUCT else CHOSEN)
 def test_steps_are_those_of_one_process(on_ranks, tmp_path, family, kind, layout, accumulation):
     """The last batch has a single row, of packed rows three."""
     # Experts are balanced over the rows of a rank, so that another number of ranks has another loss.
@@ -172,7 +174,7 @@ def test_steps_are_those_of_one_process(on_ranks, tmp_path, family, kind, layout
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [("kto", "fsdp2"), ("kto", "pp2"), ("reward", "tp2"), *[("kto", "tp2"), ("reward", "fsdp2")] * FULL_PRODUCT],
+    [("kto", "fsdp2"), ("reward", "tp2"), *[("kto", "tp2"), ("kto", "pp2"), ("reward", "fsdp2")] * FULL_PRODUCT],
 )
 def test_kto_and_reward_models(on_ranks, tmp_path, kind, layout):
     # KTO mixes the answers of a batch, so that ranks must be given the batches of one process.
@@ -217,9 +219,9 @@ def train_adapter(mesh, kind, directory, saved):
 @pytest.mark.parametrize(
     ("layout", "kind", "saved"),
     [
-        *(("tp2", "padded", False), ("tp2", "dpo", True), ("fsdp2", "padded", True), ("fsdp2", "dpo", False)),
-        *[("tp2", "padded", True), ("tp2", "dpo", False), ("fsdp2", "padded", False), ("fsdp2", "dpo", True)]
-        * FULL_PRODUCT,
+        *(("tp2", "dpo", True), ("fsdp2", "padded", False)),
+        *[("tp2", "padded", True), ("tp2", "dpo", False), ("tp2", "padded", False)] * FULL_PRODUCT,
+        *[("fsdp2", "padded", True), ("fsdp2", "dpo", True), ("fsdp2", "dpo", False)] * FULL_PRODUCT,
     ],
 )
 def test_adapters(on_ranks, tmp_path, kind, layout, saved):
@@ -307,8 +309,8 @@ def test_reward_models_begin_with_the_files_of_language_models(on_ranks, tmp_pat
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [
-        *(("tp2", "dpo"), ("fsdp2", "completion"), ("pp2", "dpo")),
-        *[("tp2", "completion"), ("fsdp2", "dpo"), ("pp2", "completion")] * FULL_PRODUCT,
+        *(("tp2", "dpo"), ("fsdp2", "completion")),
+        *[("tp2", "completion"), ("fsdp2", "dpo"), ("pp2", "dpo"), ("pp2", "completion")] * FULL_PRODUCT,
     ],
 )
 def test_models_from_files_and_evaluation(on_ranks, tmp_path, kind, layout):
@@ -334,7 +336,7 @@ def measured(mesh, directory):
     return found.most
 
 
-@pytest.mark.parametrize("layout", ["tp2", "fsdp2.tp2"])
+@pytest.mark.parametrize("layout", ["tp2", *["fsdp2.tp2"] * FULL_PRODUCT])
 def test_no_rank_holds_a_whole_head_or_makes_all_logits(on_ranks, tmp_path, layout):
     assert max(on_ranks(measured, directory=str(tmp_path))) <= 2000 * 16 // 2 < 4 * 30 * 2000
 
@@ -419,7 +421,7 @@ def sample_on_rank(mesh, directory):
     return mesh.data_rank, *found
 
 
-@pytest.mark.parametrize("layout", ["tp2", "fsdp2", "fsdp2.tp2"])
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2.tp2", *["fsdp2"] * FULL_PRODUCT])
 def test_grpo_samples_alike_on_tp_ranks_and_differently_on_data_ranks(on_ranks, tmp_path, layout):
     found = on_ranks(sample_on_rank, directory=str(tmp_path))
     of_rank = {}
