@@ -20,6 +20,7 @@ from shardwise.trainer.adapt import check_overridden
 from shardwise.trainer.rows import Rows
 from tests.families import FULL_PRODUCT, tiny_model
 from tests.oracle import differing
+from tests.trainer.modules import build
 
 pytestmark = pytest.mark.spawn
 
@@ -151,6 +152,41 @@ def of_split_inputs(mesh):
     assert accelerator.gather_for_metrics(torch.ones(1)).tolist() == [1.0, 1.0], "a number of each rank"
     assert accelerator.gather_for_metrics(torch.ones(3 - mesh.data_rank)).tolist() == [1.0] * 3
     return of_inputs(run)
+
+
+def in_loops_in_loops(mesh):
+    """What is gathered of a last batch after another loader was read, to its end and not."""
+    accelerator = new_accelerator()
+    model = shardwise.parallelize(tiny_model("llama"), mesh)
+    _, outer, inner = prepare(accelerator, model, DataLoader(rows(7), 2), DataLoader(rows(5), 2))
+    found = []
+    for batch in outer:
+        assert len([*inner]) + len([next(iter(inner))]) > 2
+        found += accelerator.gather_for_metrics(batch["row"]).tolist()
+    return found
+
+
+@pytest.mark.parametrize("layout", ["ddp2"])
+def test_rows_are_those_of_the_batch_after_another_loader(on_ranks, layout):
+    assert on_ranks(in_loops_in_loops) == [[*range(7)]] * 2
+
+
+def numbered(mesh=None):
+    """Losses of an epoch of 6 rows, one number each."""
+    accelerator = new_accelerator()
+    held = [{**each, "labels": each["row"].float()} for each in rows(6)]
+    model, loader = build("numbers"), DataLoader(held, GLOBAL_ROWS // (mesh.data_size if mesh else 1))
+    if mesh is None:
+        model, loader = accelerator.prepare(model, loader)
+    else:
+        model, loader = prepare(accelerator, shardwise.parallelize(model, mesh), loader)
+    return [model(input_ids=each["input_ids"], labels=each["labels"]).loss.item() for each in loader]
+
+
+@pytest.mark.parametrize("layout", ["ddp4"])
+def test_a_copied_number_does_not_count(on_ranks, layout):
+    for losses in on_ranks(numbered):
+        assert losses == pytest.approx(numbered(), abs=EXACT)
 
 
 @pytest.mark.parametrize("layout", ["ddp2"])

@@ -154,6 +154,7 @@ def six_steps(trainer, model, directory, data_size=1, stop=0, resumed=None):
 
 def three_steps(mesh, adapts, directory):
     model = unsplit(adapts, Path(directory).parent)
+    model.config.dtype = torch.bfloat16  # as of files that were read in another dtype
     six_steps(Trainer, shardwise.parallelize(model, mesh), directory, mesh.data_size, stop=3)
     return torch.get_rng_state(), random.getstate(), numpy.random.get_state()
 
@@ -162,6 +163,8 @@ def three_steps(mesh, adapts, directory):
 def test_transformers_own_goes_on_from_an_export(on_ranks, tmp_path, layout, adapts):
     build("llama").save_pretrained(tmp_path / "base")
     (states, _) = on_ranks(three_steps, directory=str(tmp_path / "ours"), adapts=adapts)
+    (saved,) = (tmp_path / "ours").glob("checkpoint-*")
+    assert transformers.AutoConfig.from_pretrained(saved).dtype == torch.float32
     out = tmp_path / "plain"
     assert main(["convert", str(tmp_path / "ours"), "--to", "trainer", str(out)]) == 0
     (log, state), (found, own) = (
@@ -299,11 +302,15 @@ def terminate(layout, directory, resumes):
     """Trains until SIGTERM, which rank 0 notices first, or from there on."""
     with shardwise.Mesh.open(layout) as mesh:
         beside = {} if resumes else {"callbacks": [Terminated()]}
-        trainer = split_trainer(mesh, "llama", directory, enable_jit_checkpoint=True, beside=beside)
+        beside |= {"eval_dataset": Rows("llama", 4)}
+        trainer = split_trainer(
+            mesh, "llama", directory, enable_jit_checkpoint=True, beside=beside, eval_strategy="epoch"
+        )
         for each in trainer.callback_handler.callbacks:
             if isinstance(each, JITCheckpointCallback):
                 each.jit_manager.kill_wait = mesh.rank / 4
         trainer.train(resume_from_checkpoint=resumes)
+        assert all(each["epoch"].is_integer() for each in trainer.state.log_history if "eval_loss" in each)
         return trainer.state.global_step, curve(trainer)
 
 

@@ -264,13 +264,8 @@ def rows_of_last_batch(loader: Any) -> Rows | None:
 
 def num_rows(batch: Mapping[str, Any]) -> int:
     """Returns the rows of a batch: the first dim of its first tensor that is no image or sound; 0 without tensors."""
-    sizes: dict[str, int] = {}
-    for name, value in batch.items():
-        if isinstance(value, Mapping):
-            sizes[name] = num_rows(value)
-        elif isinstance(value, Tensor) and value.ndim:
-            sizes[name] = value.shape[0]
-    return next((size for name, size in sizes.items() if size and not is_medium(name)), next(iter(sizes.values()), 0))
+    sizes = {name: value.shape[0] for name, value in batch.items() if isinstance(value, Tensor) and value.ndim}
+    return next((size for name, size in sizes.items() if not is_medium(name)), next(iter(sizes.values()), 0))
 
 
 def without_copies(batch: Any, rows: Rows | None, model: nn.Module | None) -> Any:
