@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.data_loader import DataLoaderShard, prepare_data_loader
-from accelerate.scheduler import AcceleratedScheduler
+from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import recursively_apply, set_seed
 from accelerate.utils.dataclasses import DynamoBackend
 from torch import Tensor, nn
@@ -34,8 +33,9 @@ from shardwise.optim.gradients import gradients_of
 from shardwise.optim.summing import time_reduction
 from shardwise.parameters.registry import is_split, registry_of
 from shardwise.topology.shape import DATA_AXES
-from shardwise.train.one_loss import mark_rows, share_loss
-from shardwise.trainer.rows import Rows, deal_rows, rows_of_last_batch, take_rows, without_copies
+from shardwise.train.one_loss import share_loss
+from shardwise.trainer.prepared import SplitLoader, SplitScheduler
+from shardwise.trainer.rows import Rows, deal_rows, rows_of_last_batch, take_rows
 from shardwise.trainer.state import SavesState
 
 
@@ -294,49 +294,6 @@ class SplitAccelerator(SavesState):
         """Pads tensors along `dim` to the largest size on any data rank."""
         whole = recursively_apply(full_tensor, tensor, error_on_other_type=True)
         return super().pad_across_processes(whole, dim, pad_index, pad_first)  # over all ranks, of which some are alike
-
-
-class SplitLoader(DataLoaderShard):
-    """A loader of this data rank's rows. In the last batch, rows that fill it up have no targets."""
-
-    accelerator: SplitAccelerator
-
-    @classmethod
-    def of(cls, loader: DataLoaderShard, accelerator: SplitAccelerator) -> "SplitLoader":
-        """Returns a loader that accelerate has prepared as one of these."""
-        made = cls.__new__(cls)
-        made.__dict__.update(vars(loader), accelerator=accelerator)
-        return made
-
-    @override
-    def __iter__(self) -> Iterator[Any]:
-        accelerator = self.accelerator
-        before, models = accelerator.rows, accelerator._models
-        try:
-            for batch in super().__iter__():
-                accelerator.rows = rows = accelerator.take_rows(batch, self)
-                own = without_copies(batch, rows, next((each for each in models if each.training), None))
-                if rows is not None and rows.is_uneven:
-                    # The mean over no targets would be 0/0 in a loss of one's own.
-                    own = mark_rows(own if rows.own else batch, rows.counts, rows.rank)
-                yield own
-        finally:
-            accelerator.rows = before
-
-
-class SplitScheduler(AcceleratedScheduler):
-    """A scheduler that steps `steps` times after an optimizer's step: once for each data rank."""
-
-    steps: int
-
-    @override
-    def step(self, *args: Any, **options: Any) -> None:
-        """Steps, if the optimizer has."""
-        is_counted = self.step_with_optimizer and self.gradient_state.sync_gradients
-        ends = getattr(self.scheduler, "total_steps", None)  # OneCycleLR's, which raises after them
-        for number in range(self.steps if is_counted else 1):
-            if not number or ends is None or self.scheduler.last_epoch < ends:
-                super().step(*args, **options)
 
 
 def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool] | None = None) -> Any:

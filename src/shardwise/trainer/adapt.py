@@ -11,10 +11,11 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.scheduler import AcceleratedScheduler
 
 from shardwise.errors import UnsupportedError
-from shardwise.trainer.accelerator import SplitAccelerator, SplitLoader, SplitScheduler
+from shardwise.trainer.accelerator import SplitAccelerator
 from shardwise.trainer.adapted import SplitTrainer
 from shardwise.trainer.checkpoint import SavesSplitModels
 from shardwise.trainer.losses import SharesLosses
+from shardwise.trainer.prepared import SplitLoader, SplitScheduler
 from shardwise.trainer.state import SavesState
 
 _HIDDEN = ("compute_loss", "evaluation_loop", "get_batch_samples", "prediction_step", "training_step")
