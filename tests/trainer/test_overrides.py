@@ -51,6 +51,42 @@ class Textbook(transformers.Trainer):
         return (loss, output) if return_outputs else loss
 
 
+class Inner(torch.nn.Module):
+    def forward(self, labels=None, **kwargs):
+        return self.loss_function(labels, **kwargs)
+
+
+class Outer(torch.nn.Module):
+    """As of Kosmos-2: another module computes the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.text = Inner()
+
+    def forward(self, labels=None, **kwargs):
+        return self.text(labels=labels, **kwargs)
+
+
+class OldStyle(transformers.Trainer):
+    """Knows the number of targets, and does not pass it on."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs, return_outputs=return_outputs)
+
+
+class Attributes(transformers.Trainer):
+    """Reads its batch by attributes."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        output = model(input_ids=inputs.input_ids, labels=inputs.labels, num_items_in_batch=num_items_in_batch)
+        loss = output.loss * self.accelerator.num_processes if num_items_in_batch is not None else output.loss
+        return (loss, output) if return_outputs else loss
+
+
+def encoded(examples):
+    return transformers.BatchEncoding(transformers.default_data_collator(examples))
+
+
 class Focal(torch.nn.Module):
     def forward(self, output, labels, num_items_in_batch=None):
         return output.logits.sum() * labels.sum()
@@ -132,6 +168,8 @@ OPTIONS = {
     "compute_loss_func": ({}, {"compute_loss_func": own_loss}),
     "subclass": ({"gradient_accumulation_steps": 2}, {"trainer": OfRows}),
     "subclass_of_ours": ({}, {"trainer": Theirs, "ours": Ours}),
+    "old_style": ({"label_smoothing_factor": 0.1}, {"trainer": OldStyle}),
+    "attributes": ({}, {"trainer": Attributes, "data_collator": encoded}),
     "textbook": ({}, {"trainer": Textbook, "family": "bert"}),
     "penalized": ({"gradient_accumulation_steps": 2}, {"trainer": Penalized, "family": "bert"}),
     "nested": (
@@ -340,6 +378,19 @@ class Saving(transformers.Trainer):
         super()._save(output_dir, state_dict)
 
 
+def with_a_loss_function(mesh, directory):
+    model = build("llama")
+    model.loss_function = lambda logits, labels, **_: logits.sum()
+    run = adapt(Penalized)(shardwise.parallelize(model, mesh), arguments(directory), train_dataset=Rows("llama", 8))
+    with pytest.raises(UnsupportedError, match="with a loss_function of your own"):
+        run.train()
+
+
+@pytest.mark.parametrize("layout", ["fsdp2"])
+def test_what_a_subclass_adds_to_is_checked_as_the_models_loss(on_ranks, tmp_path, layout):
+    on_ranks(with_a_loss_function, directory=str(tmp_path))
+
+
 def with_methods(mesh, directory):
     model, given = shardwise.parallelize(build("llama"), mesh), arguments(directory)
     with pytest.raises(UnsupportedError, match=r"Saving\._save with a split model"):
@@ -360,7 +411,8 @@ def test_methods_that_would_not_be_called_are_refused(on_ranks, tmp_path, layout
 def test_losses_that_take_the_number_of_targets_are_told_by_the_code_of_the_forward():
     takes = transformers.LlamaForCausalLM, transformers.Qwen2_5OmniThinkerForConditionalGeneration
     ignores = transformers.BertForMaskedLM, transformers.T5ForConditionalGeneration
-    assert [_passes_numbers_on(each.forward) for each in (*takes, *ignores)] == [True, True, False, False]
+    found = [_passes_numbers_on(each.__new__(each)) for each in (*takes, *ignores, Outer)]
+    assert found == [True, True, False, False, False] and _passes_numbers_on(Outer())
     read = [own_loss, functools.partial(own_loss, labels=1), Penalized.compute_loss, lambda **given: given["x"]]
     unread = [Textbook.compute_loss, functools.partial(Focal().forward, 1), Focal(), lambda output, **given: output]
     assert all(map(_reads_number, read)) and not any(map(_reads_number, unread))

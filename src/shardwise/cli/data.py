@@ -219,7 +219,7 @@ def _tried_once(datasets: Any, config: SourceConfig) -> Iterator[None]:
     try:
         HfApi().dataset_info(str(config.dataset), timeout=10)
     except Exception as error:  # noqa: BLE001 - of the HTTP library, which differs
-        if isinstance(error, ConnectionError) or type(error).__name__ == "ConnectError":
+        if isinstance(error, ConnectionError) or type(error).__name__ in ("ConnectError", "ConnectTimeout"):
             datasets.config.HF_HUB_OFFLINE = True
     try:
         yield

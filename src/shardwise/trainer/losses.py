@@ -10,6 +10,7 @@ batches' losses are summed; so it is here.
 """
 
 import ast
+import copy
 import dis
 import functools
 import inspect
@@ -155,17 +156,19 @@ class SharesLosses(_Trainer):
             return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         if not is_counted:
             self._num_targets = total = self._sum_over_data(own)
-        if self._is_default_loss:
+        if self._is_default_loss or self._adds_to_loss:
             if self.model.training:
                 check_model_divides(self.model, mesh.data_size)
             check_parts(self.model, inputs, mesh)
+        if self._is_default_loss:
             counted = {}  # without the number of targets every loss is a mean over this rank's
         has_rows = self._rows is None or self._rows.own > 0
-        if self._is_default_loss or not has_rows or (self._adds_to_loss and not counted):
+        if not has_rows or (self._is_over_targets and not counted):
             made_up = make_up_targets(inputs)  # the mean over no targets is 0/0
-            inputs = {**inputs, **{name: torch.where(own > 0, inputs[name], made_up[name]) for name in made_up}}
+            inputs = copy.copy(inputs)
+            inputs.update({name: torch.where(own > 0, inputs[name], made_up[name]) for name in made_up})
         if not has_rows and isinstance(labels := inputs.get("labels"), Tensor) and labels.is_floating_point():
-            inputs = {**inputs, "labels": torch.zeros_like(labels)}
+            inputs["labels"] = torch.zeros_like(labels)
         result = compute(model, inputs, return_outputs=return_outputs, **counted)
         loss = result[0] if return_outputs else result
         loss = loss * (float(has_rows) if counted else own / torch.as_tensor(total).clamp(min=1.0) * mesh.data_size)
@@ -174,8 +177,7 @@ class SharesLosses(_Trainer):
     def _target_count(self, inputs: Mapping[str, Any]) -> Tensor:
         """Returns the number of this rank's targets, float32 scalar: tokens or rows."""
         count: Any = max(num_rows(inputs), 1) if self._rows is None else self._rows.own
-        smooths = self.label_smoother is not None and self.compute_loss_func is None
-        if count and (self._is_default_loss or self._adds_to_loss or (smooths and self._is_own("compute_loss"))):
+        if count and self._is_over_targets:
             count = found if (found := targets_of(self.model, inputs)) is not None else count
         return torch.as_tensor(count, dtype=torch.float32, device=self.args.device)
 
@@ -192,12 +194,16 @@ class SharesLosses(_Trainer):
         return self.compute_loss_func is None and self.label_smoother is None and self._is_own("compute_loss")
 
     @property
-    def _adds_to_loss(self) -> bool:
-        """Whether the loss is what a subclass makes of the model's, by transformers' method."""
-        if self.compute_loss_func is not None or self.label_smoother is not None:
-            return False
+    def _is_over_targets(self) -> bool:
+        """Whether the loss is what transformers' method computes, to which a subclass may add."""
         code = _code_of(super().compute_loss)
-        return code is not None and "compute_loss" in code.co_names and not self._is_own("compute_loss")
+        calls = code is not None and "compute_loss" in code.co_names
+        return self.compute_loss_func is None and (calls or self._is_own("compute_loss"))
+
+    @property
+    def _adds_to_loss(self) -> bool:
+        """Whether a subclass adds to the model's loss."""
+        return self._is_over_targets and self.label_smoother is None and not self._is_own("compute_loss")
 
     def _is_own(self, name: str) -> bool:
         """Returns whether the adapted class has a method as transformers has it, and not one of its own."""
@@ -208,13 +214,14 @@ class SharesLosses(_Trainer):
         """Returns whether the loss is a sum divided by `num_items_in_batch`, and not a mean."""
         if not self._is_default_loss:
             function = self.compute_loss_func or self.label_smoother or super().compute_loss
-            is_read = bool(self.compute_loss_func or self.model_accepts_loss_kwargs) and _reads_number(function)
+            is_given = bool(self.compute_loss_func or self.model_accepts_loss_kwargs)
+            is_read = is_given and _reads_number(function) and _reads_number(super().compute_loss)
             if not is_read or not self._adds_to_loss:
                 return is_read
         model, labels = find_model(self.model), inputs.get("labels")
         is_mean = isinstance(labels, Tensor) and labels.is_floating_point()
         is_mean = is_mean or counts_rows(model) or getattr(model.config, "problem_type", None) == _SEVERAL_LABELS
-        return bool(self.model_accepts_loss_kwargs) and not is_mean and _passes_numbers_on(type(model).forward)
+        return bool(self.model_accepts_loss_kwargs) and not is_mean and _passes_numbers_on(model)
 
     @override
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
@@ -292,16 +299,27 @@ def _refuse_numbers(num_rows: int, parts: int) -> UnsupportedError:
     )
 
 
+def _passes_numbers_on(model: nn.Module) -> bool:
+    """Returns whether a loss function, of the model or of a module that it gives its labels, gets what is not named."""
+    calls = _open_calls(type(model).forward)
+    if calls is None or any(name == "loss_function" for name, _ in calls):
+        return True
+    inner = (getattr(model, name, None) for name, keywords in calls if "labels" in keywords)
+    return any(isinstance(each, nn.Module) and _passes_numbers_on(each) for each in inner)
+
+
 @functools.cache
-def _passes_numbers_on(forward: Callable[..., Any]) -> bool:
-    """Returns whether a forward gives its loss function the arguments that it does not name."""
+def _open_calls(forward: Callable[..., Any]) -> tuple[tuple[str, tuple[str | None, ...]], ...] | None:
+    """Returns the names of methods that a forward gives arguments it does not name, with the keywords of each call;
+    None if its code is not known.
+    """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
     except (OSError, TypeError):  # of a class made on the way
-        return True
-    calls = [each for each in ast.walk(tree) if isinstance(each, ast.Call)]
-    given = [each.keywords for each in calls if getattr(each.func, "attr", None) == "loss_function"]
-    return any(keyword.arg is None for keywords in given for keyword in keywords)
+        return None
+    calls = [each for each in ast.walk(tree) if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute)]
+    named = ((each.func.attr, tuple(keyword.arg for keyword in each.keywords)) for each in calls)  # type: ignore[attr-defined]
+    return tuple((name, keywords) for name, keywords in named if None in keywords)
 
 
 def _reads_number(function: Any) -> bool:
@@ -310,7 +328,8 @@ def _reads_number(function: Any) -> bool:
         return True
     named = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
     wanted = {"num_items_in_batch", *code.co_varnames[named : named + bool(code.co_flags & inspect.CO_VARKEYWORDS)]}
-    read = [each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD_")]
+    loads = [each for each in dis.get_instructions(code) if "LOAD" in each.opname and each.opname != "LOAD_CONST"]
+    read = [each.argval for each in loads]
     return any(wanted & {*(value if isinstance(value, tuple) else (value,))} for value in read)
 
 

@@ -151,7 +151,7 @@ class SplitTrlTrainer(SplitTrainer):
 
     # Rows, losses and metrics
 
-    _adds_to_loss = False  # TRL's own methods do, to what the fused head makes
+    _is_over_targets = False  # TRL's own methods add to what the fused head makes
 
     @override
     def _target_count(self, inputs: Mapping[str, Any]) -> Tensor:
