@@ -46,6 +46,7 @@ DEAR = (
     "peft",
     "lightning.pytorch",
     "shardwise.lightning",
+    "shardwise.accelerate.accelerator",
     "shardwise.trainer",
     "shardwise.trainer.trl_trainers",
     "shardwise.cli.training",

@@ -12,12 +12,12 @@ from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_
 from torch.utils.data import DataLoader
 
 import shardwise
+from shardwise.accelerate.accelerator import SplitAccelerator
+from shardwise.accelerate.overrides import check_overridden
+from shardwise.accelerate.rows import Rows
 from shardwise.errors import ConfigError, LoadError, UnsupportedError
 from shardwise.parameters.replicas import find_unequal_replicas
 from shardwise.trainer import prepare
-from shardwise.trainer.accelerator import SplitAccelerator
-from shardwise.trainer.adapt import check_overridden
-from shardwise.trainer.rows import Rows
 from tests.families import FULL_PRODUCT, tiny_model
 from tests.oracle import differing
 from tests.trainer.modules import build

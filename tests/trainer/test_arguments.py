@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 import shardwise
-from shardwise.errors import UnsupportedError
+from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.trainer import Trainer, adapt
 from tests.trainer.modules import CONFIGS, Rows, arguments, build, curve
 
@@ -47,7 +47,7 @@ def test_models_of_model_init_are_split(tmp_path):
             run.train()
             curves.append([pytest.approx(each, rel=1e-5) for each in curve(run)])
     assert [each.expected for each in curves[2]] == curves[0] != [each.expected for each in curves[3]] == curves[1]
-    with pytest.raises(UnsupportedError, match="model_init= that returns a split model"):
+    with pytest.raises(ConfigError, match="a split model that is not the first argument"):
         Trainer(args=run.args, model_init=lambda: shardwise.parallelize(build("llama"), run._mesh))
 
 

@@ -13,13 +13,13 @@ import transformers
 from torch.utils.data import IterableDataset
 
 import shardwise
+from shardwise.accelerate.overrides import check_overridden
+from shardwise.accelerate.rows import Dealer
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.parameters.replicas import find_unequal_replicas
 from shardwise.trainer import Trainer, adapt
-from shardwise.trainer.adapt import check_overridden
 from shardwise.trainer.adapted import SplitTrainer
 from shardwise.trainer.losses import _passes_numbers_on, _reads_number
-from shardwise.trainer.rows import Dealer
 from tests.families import FULL_PRODUCT
 from tests.trainer.modules import Rows, arguments, build, curve, split_trainer
 

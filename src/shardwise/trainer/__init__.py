@@ -11,7 +11,7 @@ In a loop of one's own with accelerate, `prepare` takes the place of `accelerato
 Needs accelerate (`pip install -e '.[trainer]'` in a clone). See docs/trainer.md.
 """
 
-from shardwise.trainer.accelerator import prepare
+from shardwise.accelerate.accelerator import prepare
 from shardwise.trainer.adapt import Seq2SeqTrainer, Trainer, adapt
 
 __all__ = ["Seq2SeqTrainer", "Trainer", "adapt", "prepare"]

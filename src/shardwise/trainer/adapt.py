@@ -1,22 +1,14 @@
 """`adapt`: a Trainer class for split models, made of any Trainer class."""
 
 import functools
-import inspect
-import sys
 from typing import Any
 
 import transformers
-from accelerate import Accelerator
-from accelerate.data_loader import DataLoaderShard
-from accelerate.scheduler import AcceleratedScheduler
 
-from shardwise.errors import UnsupportedError
-from shardwise.trainer.accelerator import SplitAccelerator
+from shardwise.accelerate.overrides import check_overridden
 from shardwise.trainer.adapted import SplitTrainer
 from shardwise.trainer.checkpoint import SavesSplitModels
 from shardwise.trainer.losses import SharesLosses
-from shardwise.trainer.prepared import SplitLoader, SplitScheduler
-from shardwise.trainer.state import SavesState
 
 _HIDDEN = ("compute_loss", "evaluation_loop", "get_batch_samples", "prediction_step", "training_step")
 
@@ -61,34 +53,8 @@ def _put_around(cls: type[Any]) -> None:
         cls.__new__ = lambda kind, *_, **__: object.__new__(adapt(kind))  # type: ignore[assignment]
 
 
-def check_overridden(own: type[Any], overridden: type[Any]) -> None:
-    """Raises if a method that `own` marks with `@override` is missing in `overridden`, or has other arguments there."""
-    for name, method in vars(own).items():
-        function = method.__func__ if isinstance(method, staticmethod) else method
-        is_property = isinstance(method, property) and not name.startswith("_")
-        if not is_property and not getattr(function, "__override__", False):
-            continue
-        theirs = getattr(overridden, name, None)
-        names = set() if is_property else {*inspect.signature(function).parameters} - {"args", "options"}
-        if theirs is None or (names and not names <= {*inspect.signature(theirs).parameters}):
-            package = overridden.__module__.partition(".")[0]
-            raise UnsupportedError(
-                f"{overridden.__name__}.{name} of {package} {getattr(sys.modules[package], '__version__', '')}",
-                why="shardwise.trainer overrides it, and it is gone or takes other arguments",
-                fix=f"use a version of {package} that docs/trainer.md lists",
-            )
-
-
-for _own, _overridden in (
-    (SplitTrainer, transformers.Trainer),
-    (SharesLosses, transformers.Trainer),
-    (SavesSplitModels, transformers.Trainer),
-    (SplitAccelerator, Accelerator),
-    (SavesState, Accelerator),
-    (SplitScheduler, AcceleratedScheduler),
-    (SplitLoader, DataLoaderShard),
-):
-    check_overridden(_own, _overridden)
+for _mixin in (SplitTrainer, SharesLosses, SavesSplitModels):
+    check_overridden(_mixin, transformers.Trainer)
 
 Trainer: Any = adapt(transformers.Trainer)
 Seq2SeqTrainer: Any = adapt(transformers.Seq2SeqTrainer)

@@ -1,9 +1,9 @@
 """transformers' `Trainer` on split models: what `adapt` overrides, and why.
 
 # [Note: one override for each touch]
-Trainer touches a model in some twenty places. Each of the methods below overrides one of them, and calls transformers'
-own where the model is not split. `adapt` checks that the methods that are overridden still exist with the same
-arguments. Nothing of transformers or accelerate is changed for other trainers of the process.
+Trainer touches a model in some twenty places. Each of the methods below overrides one of them for split models. `adapt`
+checks that the methods that are overridden still exist with the same arguments. Nothing of transformers or accelerate
+is changed for other trainers of the process.
 """
 
 import functools
@@ -14,8 +14,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import BatchRebalanceSampler
-from typing_extensions import override
 
+from shardwise.accelerate.accelerator import follow
 from shardwise.api.building import load, parallelize
 from shardwise.data.batch import flops_of
 from shardwise.errors import ConfigError, UnsupportedError
@@ -25,9 +25,9 @@ from shardwise.optim.optimizer import build_optimizer
 from shardwise.parameters.registry import is_split, registry_of, reshard
 from shardwise.plan.options import Compile, ParallelSpec, Recompute
 from shardwise.topology.shape import MeshShape
-from shardwise.trainer.accelerator import follow
 from shardwise.trainer.checkpoint import SavesSplitModels
 from shardwise.trainer.losses import SharesLosses
+from shardwise.trainer.overrides import on_split_models
 
 _REPLACED = (
     "_clip_grad_norm",
@@ -59,7 +59,6 @@ class SplitTrainer(SharesLosses, SavesSplitModels):
         UnsupportedError: the arguments ask for parallelism of another kind, or for what split models cannot do.
     """
 
-    _mesh: Mesh | None = None
     _split: Callable[[Any], nn.Module] | None = None
     optimizer: Any
 
@@ -71,14 +70,14 @@ class SplitTrainer(SharesLosses, SavesSplitModels):
         beside = (*others, *options.values())
         args = next((each for each in beside if isinstance(each, transformers.TrainingArguments)), None)
         if layout is not None:
-            self._mesh = mesh = Mesh.open(layout)
+            self._use_mesh(mesh := Mesh.open(layout))
             self._split = functools.partial(split_model, mesh=mesh, auto_class=auto_class, asked=asked, args=args)
             model = model if model is None else self._split(model)
         elif asked or auto_class is not None:
             raise ConfigError(f"{next(iter(asked), 'auto_class')}= without a layout", fix='add layout="fsdp2.tp2"')
         elif isinstance(model, nn.Module) and is_split(model):
-            self._mesh = registry_of(model).mesh
-        if self._mesh is not None:
+            self._use_mesh(registry_of(model).mesh)
+        if self._is_split:
             _check_arguments(args, self._mesh.shape)
             self._check_methods()
         super().__init__(model, *others, **options)
@@ -97,66 +96,56 @@ class SplitTrainer(SharesLosses, SavesSplitModels):
 
     # The model and its processes
 
-    @override
+    @on_split_models
     def create_accelerator_and_postprocess(self) -> None:
         """Creates the accelerator, whose processes are the data ranks."""
         super().create_accelerator_and_postprocess()
-        if self._mesh is not None:
-            follow(self.accelerator, self._mesh)
-            self._note_data_seed()
+        follow(self.accelerator, self._mesh)
+        self._note_data_seed()
 
     def _note_data_seed(self) -> None:
         if self.args.data_seed is None:  # a resumed run deals the same rows, whatever its random states
             self.accelerator.dataloader_config.data_seed = torch.random.initial_seed()
 
-    @override
+    @on_split_models
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Returns a fresh model of `model_init`, split as `layout` says."""
         model: nn.Module = super().call_model_init(trial)
         self._steps.clear()
-        if self._mesh is not None:
-            self._note_data_seed()  # which training has just set
-        if self._split is None and is_split(model):
-            raise UnsupportedError(
-                "model_init= that returns a split model",
-                why="the Trainer opens its processes before it calls model_init",
-                fix='return the model unsplit, and add layout="fsdp2.tp2"',
-            )
+        self._note_data_seed()  # which training has just set
         return model if self._split is None else self._split(model)
 
-    @override
+    @on_split_models
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leaves a split model, which is on its device."""
+        """Moves a model that is not split: a split one is on its device."""
         if not is_split(model):
             super()._move_model_to_device(model, device)
 
-    @override
+    @on_split_models
     def get_tp_size(self) -> int:
         """Returns 1: the accelerator's processes are data ranks, which have rows of their own."""
-        return super().get_tp_size() if self._mesh is None else 1
+        return 1
 
-    @override
+    @on_split_models
     def get_total_train_batch_size(self, args: Any) -> int:
         """Returns the rows of an optimizer step over all data ranks."""
-        if self._mesh is None:
-            return super().get_total_train_batch_size(args)
         return int(self._train_batch_size * args.gradient_accumulation_steps * self._mesh.data_size)
 
-    @override
-    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+    @on_split_models
+    def floating_point_ops(self, inputs: Any) -> float:
         """Returns this rank's part of the operations of a batch; see `StepResult.flops`."""
-        if self._mesh is None or not isinstance(inputs, Mapping):
+        if not isinstance(inputs, Mapping):
             return super().floating_point_ops(inputs)
         copies = self._mesh.shape.world_size // self._mesh.data_size
         return flops_of(inputs, registry_of(self.model).plan.work) / copies
 
     # Rows
 
-    @override
+    @on_split_models
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """Returns transformers' sampler."""
         sampler = super()._get_train_sampler(train_dataset)
-        if self._mesh is not None and isinstance(sampler, BatchRebalanceSampler):
+        if isinstance(sampler, BatchRebalanceSampler):
             raise UnsupportedError(
                 'train_sampling_strategy="batch_rebalance" with a split model',
                 why="it deals rows to ranks by itself",
@@ -164,16 +153,15 @@ class SplitTrainer(SharesLosses, SavesSplitModels):
             )
         return sampler
 
-    @override
+    @on_split_models
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Builds the optimizer of `args.optim` over this rank's parts, with transformers' rule for weight decay.
 
         Raises:
             UnsupportedError: the optimizer is no torch optimizer class over groups of parameters (GaLore, LOMO, Muon).
         """
-        if self._mesh is not None:
-            reshard(self.model)
-        if self._mesh is None or not self._is_own("create_optimizer"):
+        reshard(self.model)
+        if not self._is_own("create_optimizer"):
             return super().create_optimizer(model)
         if self.optimizer is not None:
             held = {id(each) for each in self.model.parameters()}
@@ -202,19 +190,15 @@ class SplitTrainer(SharesLosses, SavesSplitModels):
         self.optimizer = built = build_optimizer(self.model, kind, groups=group_of, **options)
         return built
 
-    @override
+    @on_split_models
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clips the gradients to a norm over all ranks; returns the norm."""
-        if self._mesh is None:
-            return super()._clip_grad_norm(model)
         self.accelerator.unscale_gradients()
         return clip_grad_norm_(self.model, self.args.max_grad_norm)
 
-    @override
+    @on_split_models
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Returns the norm over all ranks."""
-        if self._mesh is None:
-            return super()._get_grad_norm(model, grad_norm)
         if grad_norm is None:
             self.accelerator.unscale_gradients()
             return clip_grad_norm_(self.model, float("inf"))

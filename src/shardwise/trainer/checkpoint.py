@@ -13,7 +13,6 @@ from torch import nn
 from transformers.trainer_callback import ExportableState, TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
-from typing_extensions import override
 
 from shardwise.api.checkpoints import export_pretrained, load_checkpoint, read_pretrained, save_request, save_with
 from shardwise.checkpoint.collect import restore_random
@@ -25,6 +24,7 @@ from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.collectives import all_gather_objects
 from shardwise.lora.files import load_adapter_weights
 from shardwise.mesh import Mesh
+from shardwise.trainer.overrides import on_split_models
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -37,25 +37,22 @@ _STATE, _ARGUMENTS = "trainer_state.json", "training_args.bin"
 class SavesSplitModels(_Trainer):
     """The part of `SplitTrainer` that saves and resumes."""
 
-    _mesh: Mesh | None
+    _mesh: Mesh
 
-    @override
+    @on_split_models
     def train(self, *args: Any, **options: Any) -> Any:
         """Trains. With `enable_jit_checkpoint`, all ranks save at one step after any was sent SIGTERM."""
         for each in self.callback_handler.callbacks:
-            if self._mesh is not None and isinstance(each, JITCheckpointCallback):
+            if isinstance(each, JITCheckpointCallback):
                 each.__class__ = _SavesTogether
         return super().train(*args, **options)
 
-    @override
+    @on_split_models
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Writes the model as `from_pretrained` loads it, with its tokenizer and the arguments.
 
         Communicates: as `export_pretrained`.
         """
-        if self._mesh is None:
-            super()._save(output_dir, state_dict)
-            return
         place = str(output_dir or self.args.output_dir)
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         export_pretrained(self.model, place, tokenizer=tokenizer)
@@ -63,15 +60,12 @@ class SavesSplitModels(_Trainer):
             if self.args.should_save:
                 torch.save(self.args, Path(place) / _ARGUMENTS)
 
-    @override
+    @on_split_models
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Saves `checkpoint-N`, and deletes older ones by `save_total_limit`.
 
         Communicates: as `save_checkpoint` and `export_pretrained`.
         """
-        if self._mesh is None:
-            super()._save_checkpoint(model, trial)
-            return
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
@@ -103,15 +97,13 @@ class SavesSplitModels(_Trainer):
                     use_mtime=True,
                 )
 
-    @override
+    @on_split_models
     def push_to_hub(self, *args: Any, **options: Any) -> Any:
         """Pushes the model, without what marks the directory as one of checkpoints."""
-        if self._mesh is not None:
-            unmark(Path(self.args.output_dir))
+        unmark(Path(self.args.output_dir))
         return super().push_to_hub(*args, **options)
 
     def _add_files(self, directory: Path) -> None:
-        assert self._mesh is not None
         self._save(str(directory))
         with raise_on_all_ranks(self._mesh.group(), "saving the Trainer's state"):
             if self.args.should_save:
@@ -126,12 +118,9 @@ class SavesSplitModels(_Trainer):
                 states = known.get(kind := type(each).__name__)
                 known[kind] = [*states, each.state()] if isinstance(states, list) else each.state()
 
-    @override
+    @on_split_models
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Loads the weights of a checkpoint, of any layout or of transformers' own Trainer."""
-        if self._mesh is None:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            return
         place = Path(resume_from_checkpoint).resolve()
         if is_trainer(place) and (place / "adapter_config.json").exists():
             with raise_on_all_ranks(self._mesh.group(), "reading the adapter"):
@@ -141,32 +130,25 @@ class SavesSplitModels(_Trainer):
         else:
             load_checkpoint(place.parent, place.name, model=self.model)
 
-    @override
+    @on_split_models
     def _load_best_model(self) -> None:
         """Loads the weights of the best checkpoint."""
-        if self._mesh is None:
-            super()._load_best_model()
-            return
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
-    @override
+    @on_split_models
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loads optimizer and scheduler of a checkpoint, of any layout or of transformers' own Trainer."""
-        if self._mesh is None:
-            super()._load_optimizer_and_scheduler(checkpoint)
-        elif checkpoint is not None:
+        if checkpoint is not None:
             place = Path(checkpoint).resolve()
             if is_trainer(place) and not (place / "scheduler.pt").exists():
                 return  # the model alone was saved
             where = (place, None) if is_trainer(place) else (place.parent, place.name)
             load_checkpoint(*where, optimizer=_plain(self.optimizer), scheduler=self.lr_scheduler)
 
-    @override
+    @on_split_models
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Continues the random states of this data rank."""
-        if self._mesh is None:
-            super()._load_rng_state(checkpoint)
-        elif checkpoint is not None and Path(checkpoint, MANIFEST).exists():
+        if checkpoint is not None and Path(checkpoint, MANIFEST).exists():
             with open_checkpoint(Path(checkpoint).resolve()) as stored:
                 restore_random(self._mesh, stored.index.values.get("random", {}), stored.read_all("random/"))
 

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import Tensor, nn
-from typing_extensions import override
 
+from shardwise.accelerate.accelerator import full_tensor
+from shardwise.accelerate.rows import Rows, num_rows, without_copies
 from shardwise.comm.collectives import all_reduce_, broadcast_object
 from shardwise.data.batch import counts_rows, drop_targets, make_up_targets, targets_of
 from shardwise.errors import ConfigError, UnsupportedError
@@ -37,8 +38,7 @@ from shardwise.runtime.adapter_facts import find_model
 from shardwise.topology.shape import DATA_AXES
 from shardwise.train.one_loss import check_parts
 from shardwise.train.step import TrainStep
-from shardwise.trainer.accelerator import full_tensor
-from shardwise.trainer.rows import Rows, num_rows, without_copies
+from shardwise.trainer.overrides import on_split_models
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -56,7 +56,8 @@ class SharesLosses(_Trainer):
         token_weighted_eval: see `SplitTrainer`.
     """
 
-    _mesh: Mesh | None = None
+    _is_split = False
+    _mesh: Mesh
 
     def __init__(
         self, *args: Any, num_microbatches: int | None = None, token_weighted_eval: bool = True, **options: Any
@@ -68,28 +69,30 @@ class SharesLosses(_Trainer):
         self._eval_sums: Tensor | None = None
         self._steps: dict[int, TrainStep] = {}
         super().__init__(*args, **options)
-        if self._mesh is None and is_split(self.model):
+        if not self._is_split and is_split(self.model):
             raise ConfigError(
-                "a split model that is not the first argument", fix="pass it as the first one, or as model="
+                "a split model that is not the first argument",
+                fix='pass it as model=; of model_init=, return it unsplit, and add layout="fsdp2.tp2"',
             )
-        if self._mesh is not None:
+        if self._is_split:
             self._check_pipeline()
             self.accelerator.fills = self._is_pipeline and self._is_default_loss
 
-    @override
+    def _use_mesh(self, mesh: Mesh) -> None:
+        self._is_split, self._mesh = True, mesh
+
+    @on_split_models
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Returns the batches of a step, in which copies of rows have no targets, and the number of targets."""
-        if self._mesh is not None:
-            self._shares.clear()
-            epoch_iterator = self._without_copies(epoch_iterator)
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._shares.clear()
+        return super().get_batch_samples(self._without_copies(epoch_iterator), num_batches, device)
 
     def _without_copies(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             self._shares.append(rows := self.accelerator.take_rows(batch))
             yield without_copies(batch, rows, self.model)
 
-    @override
+    @on_split_models
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         """Counts the tokens of all data ranks' rows, without copies."""
         if (rows := self._rows) is not None and rows.own < rows.held:
@@ -97,14 +100,12 @@ class SharesLosses(_Trainer):
             inputs = {name: value[: rows.own] for name, value in tensors.items()}
         super()._track_num_input_tokens(inputs)
 
-    @override
+    @on_split_models
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Runs forward and backward of a batch; in a pipeline, through a `TrainStep`.
 
         Communicates: as the model's forward and backward, or as `TrainStep`.
         """
-        if self._mesh is None:
-            return super().training_step(model, inputs, num_items_in_batch)
         self._rows = self._shares.popleft() if self._shares else None
         if not self._is_pipeline:
             self._mesh.note_step()
@@ -115,7 +116,6 @@ class SharesLosses(_Trainer):
             return self._step_through_stages(inputs, num_items_in_batch)
 
     def _step_through_stages(self, inputs: dict[str, Any], num_items: Any) -> Tensor:
-        assert self._mesh is not None
         held = num_rows(inputs)
         number = self._num_microbatches or _fitting_microbatches(self.model, held)
         if number not in self._steps:
@@ -136,9 +136,13 @@ class SharesLosses(_Trainer):
         multiply_gradients(self.model.parameters(), weight)
         return result.loss * weight
 
-    @override
+    @on_split_models
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,  # noqa: FBT001, FBT002 - transformers' signature
+        num_items_in_batch: Any = None,
     ) -> Any:
         """Returns the loss as this rank's share of the loss over all data ranks' rows; see [Note: losses of a Trainer].
 
@@ -146,8 +150,6 @@ class SharesLosses(_Trainer):
         all-reduce of a number.
         """
         compute, mesh = super().compute_loss, self._mesh
-        if mesh is None:
-            return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         is_counted = num_items_in_batch is not None and self._takes_num_items(inputs)
         own = self._target_count(inputs)
         counted = {"num_items_in_batch": num_items_in_batch} if is_counted else {}
@@ -182,7 +184,6 @@ class SharesLosses(_Trainer):
         return torch.as_tensor(count, dtype=torch.float32, device=self.args.device)
 
     def _sum_over_data(self, value: Tensor) -> Tensor:
-        assert self._mesh is not None
         total = value.clone()
         if (group := self._mesh.group(*DATA_AXES)) is not None:
             all_reduce_(total, group)
@@ -223,15 +224,13 @@ class SharesLosses(_Trainer):
         is_mean = is_mean or counts_rows(model) or getattr(model.config, "problem_type", None) == _SEVERAL_LABELS
         return bool(self.model_accepts_loss_kwargs) and not is_mean and _passes_numbers_on(model)
 
-    @override
+    @on_split_models
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
         """Evaluates one copy of each row; `eval_loss` is the mean over all targets.
 
         Communicates: as the model's forward and the gathers of what metrics ask for; for each batch, an all-reduce of a
         number or two; a broadcast of the metrics.
         """
-        if self._mesh is None:
-            return super().evaluation_loop(*args, **options)
         gather = self.accelerator.gather_for_metrics  # Seq2SeqTrainer would keep the rows that fill up the last batch
         self.gather_function = functools.partial(gather, use_gather_object=self.args.eval_use_gather_object)
         self._eval_sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
@@ -243,19 +242,17 @@ class SharesLosses(_Trainer):
         # One answer on all ranks, which decide by it what is best and when to stop.
         return output._replace(metrics=broadcast_object(output.metrics, self._mesh.group()))
 
-    @override
+    @on_split_models
     def prediction_step(
         self,
         model: nn.Module,
         inputs: dict[str, Any],
-        prediction_loss_only: bool,
+        prediction_loss_only: bool,  # noqa: FBT001 - transformers' signature
         ignore_keys: Any = None,
         **options: Any,
     ) -> Any:
         """Returns loss, logits and labels of a batch; rows that fill up the last one have no part in the loss."""
         step = super().prediction_step
-        if self._mesh is None:
-            return step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **options)
         self._rows = self.accelerator.rows = self.accelerator.take_rows(inputs)
         self._num_targets = None
         own = without_copies(inputs, self._rows, self.model)
@@ -272,7 +269,6 @@ class SharesLosses(_Trainer):
             mean = self._sum_over_data(share) / total.clamp(min=1.0)
         else:
             total = torch.as_tensor(self._num_targets, device=loss.device)
-            assert self._mesh is not None
             mean = self._sum_over_data(loss) / self._mesh.data_size
         if self._eval_sums is not None:
             self._eval_sums += torch.stack([torch.where(total > 0, mean.double() * total, 0.0), total.double()])
@@ -280,7 +276,7 @@ class SharesLosses(_Trainer):
 
     @property
     def _is_pipeline(self) -> bool:
-        return self._mesh is not None and self._mesh.size("pp") > 1
+        return self._is_split and self._mesh.size("pp") > 1
 
     def _check_pipeline(self) -> None:
         if self._is_pipeline and not (self._is_default_loss and self._is_own("training_step")):

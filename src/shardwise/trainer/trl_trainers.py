@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from trl.trainer.callbacks import SyncRefModelCallback
 from typing_extensions import override
 
+from shardwise.accelerate.overrides import check_overridden
+from shardwise.accelerate.rows import Rows
 from shardwise.api.building import load, parallelize
 from shardwise.comm.collectives import all_gather_objects
 from shardwise.errors import ConfigError, UnsupportedError
@@ -28,10 +30,9 @@ from shardwise.parameters.registry import is_split, registry_of
 from shardwise.pipeline.runner import runner_of
 from shardwise.pipeline.scores import StagedScores
 from shardwise.plan.options import ParallelSpec
-from shardwise.trainer.adapt import check_overridden
 from shardwise.trainer.adapted import SplitTrainer, split_model
 from shardwise.trainer.losses import SharesLosses
-from shardwise.trainer.rows import Rows
+from shardwise.trainer.overrides import on_split_models
 from shardwise.trainer.trl import fuse_head, is_fused, replace_fused_head
 
 _KINDS = (trl.SFTTrainer, trl.DPOTrainer, trl.KTOTrainer, trl.RewardTrainer, trl.GRPOTrainer)
@@ -161,22 +162,19 @@ class SplitTrlTrainer(SplitTrainer):
             return super()._target_count(inputs)
         return (labels[..., 1:] != -100).sum().float()
 
-    @override
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    @on_split_models
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
         """Returns the loss as this rank's share; metrics are those of one copy of each row.
 
         Communicates: as `SplitTrainer.compute_loss`, and a gather over the data ranks for each metric.
         """
-        if (mesh := self._mesh) is not None:
-            rows = self._rows if mesh.data_size > 1 else None
-            self.accelerator.gathered = rows or Rows((1,) * mesh.data_size, mesh.data_rank, fills=False)
+        mesh = self._mesh
+        rows = self._rows if mesh.data_size > 1 else None
+        self.accelerator.gathered = rows or Rows((1,) * mesh.data_size, mesh.data_rank, fills=False)
         try:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+            return super().compute_loss(model, inputs, *args, **options)
         finally:
-            if mesh is not None:
-                self.accelerator.gathered = None
+            self.accelerator.gathered = None
 
     # Pipelines
 
@@ -207,8 +205,9 @@ class SplitGrpoTrainer(SplitTrlTrainer):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        if (mesh := self._mesh) is None:
+        if not self._is_split:
             return
+        mesh = self._mesh
         self.args.__dict__.update(self._asked)
         self.beta = self.args.beta
         if (reference := self._reference_model) is not None and is_split(reference):
@@ -249,20 +248,16 @@ class SplitGrpoTrainer(SplitTrlTrainer):
             )
         return {"args": args}
 
-    @override
+    @on_split_models
     def _calculate_rewards(self, *args: Any) -> Tensor:
         """Returns the rewards of all data ranks' completions, which GRPO gathers over all ranks."""
         rewards: Tensor = super()._calculate_rewards(*args)
-        if self._mesh is None:
-            return rewards
         return rewards.unflatten(0, (self._mesh.shape.world_size, -1))[self._ranks_of_rewards].flatten(0, 1)
 
-    @override
+    @on_split_models
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **options: Any) -> Any:
         """Returns the loss of a batch of evaluation, which is a list of prompts; see `SplitTrainer.prediction_step`."""
         step = super(SharesLosses, self).prediction_step
-        if self._mesh is None:
-            return step(model, inputs, *args, **options)
         self._rows = self.accelerator.rows = self.accelerator.take_rows(inputs)
         size = self._mesh.data_size
         num_rows = len(inputs) * size if self._rows is None or size == 1 else sum(self._rows.counts)

@@ -7,11 +7,11 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.scheduler import AcceleratedScheduler
 from typing_extensions import override
 
+from shardwise.accelerate.rows import without_copies
 from shardwise.train.one_loss import mark_rows
-from shardwise.trainer.rows import without_copies
 
 if TYPE_CHECKING:
-    from shardwise.trainer.accelerator import SplitAccelerator
+    from shardwise.accelerate.accelerator import SplitAccelerator
 
 
 class SplitLoader(DataLoaderShard):

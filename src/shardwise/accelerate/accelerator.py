@@ -17,13 +17,18 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.data_loader import prepare_data_loader
+from accelerate.data_loader import DataLoaderShard, prepare_data_loader
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import recursively_apply, set_seed
 from accelerate.utils.dataclasses import DynamoBackend
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from shardwise.accelerate.overrides import check_overridden
+from shardwise.accelerate.prepared import SplitLoader, SplitScheduler
+from shardwise.accelerate.rows import Rows, deal_rows, rows_of_last_batch, take_rows
+from shardwise.accelerate.state import SavesState
 from shardwise.api.checkpoints import full_state_dict
 from shardwise.comm.collectives import all_gather_list, all_gather_objects, all_reduce_, broadcast_object
 from shardwise.errors import ConfigError, UnsupportedError
@@ -34,9 +39,6 @@ from shardwise.optim.summing import time_reduction
 from shardwise.parameters.registry import is_split, registry_of
 from shardwise.topology.shape import DATA_AXES
 from shardwise.train.one_loss import share_loss
-from shardwise.trainer.prepared import SplitLoader, SplitScheduler
-from shardwise.trainer.rows import Rows, deal_rows, rows_of_last_batch, take_rows
-from shardwise.trainer.state import SavesState
 
 
 class SplitAccelerator(SavesState):
@@ -380,3 +382,12 @@ def _is_all_tensors(data: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+for _own, _overridden in (
+    (SplitAccelerator, Accelerator),
+    (SavesState, Accelerator),
+    (SplitScheduler, AcceleratedScheduler),
+    (SplitLoader, DataLoaderShard),
+):
+    check_overridden(_own, _overridden)
