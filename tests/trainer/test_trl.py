@@ -252,6 +252,7 @@ def train_from_files(mesh, kind, directory, source):
     assert all(each.config._attn_implementation == "eager" for each in held)
     run.train()
     entries = log(run)
+    run._save_checkpoint(run.model, trial=None)
     return [*entries, {"grad_norm": 0.0, **in_one_batch(run, size)}], shardwise.full_state_dict(run.model)
 
 
@@ -322,6 +323,8 @@ def test_models_from_files_and_evaluation(on_ranks, tmp_path, kind, layout):
     entries, state = log(run), run.model.state_dict()
     found = on_ranks(train_from_files, directory=str(tmp_path), source=source)
     check(found, ([*entries, {"grad_norm": 0.0, **in_one_batch(run)}], state))
+    assert "trl" in (tmp_path / "README.md").read_text(), "the card that TRL writes beside its checkpoints"
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{len(entries)}")
 
 
 def measured(mesh, directory):

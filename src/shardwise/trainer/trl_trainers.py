@@ -10,6 +10,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -22,6 +23,7 @@ from typing_extensions import override
 from shardwise.accelerate.overrides import check_overridden
 from shardwise.accelerate.rows import Rows
 from shardwise.api.building import load, parallelize
+from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.collectives import all_gather_objects
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.lora.inject import inject
@@ -175,6 +177,13 @@ class SplitTrlTrainer(SplitTrainer):
             return super().compute_loss(model, inputs, *args, **options)
         finally:
             self.accelerator.gathered = None
+
+    @on_split_models
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Saves a checkpoint, and writes TRL's model card first, as TRL does."""
+        with raise_on_all_ranks(self._mesh.group(), "writing the model card"):
+            self.create_model_card(model_name=Path(self.args.hub_model_id or self.args.output_dir).name)
+        super()._save_checkpoint(model, trial)
 
     # Pipelines
 
