@@ -43,6 +43,7 @@ from rich.console import Console
 from rich.table import Table
 from sidebyside.report import write_json
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise.errors import ConfigError, PlanError, UnsupportedError
@@ -158,6 +159,16 @@ def compute_in_float32() -> None:
             check(self)
 
         config.__post_init__ = checked
+
+
+def compare_whole_tensors() -> None:
+    """Tests compare parameters by `torch.allclose`, for which a DTensor has no rule."""
+    allclose = torch.allclose
+
+    def compare(*pair: torch.Tensor, **options: Any) -> bool:
+        return allclose(*(each.full_tensor() if isinstance(each, DTensor) else each for each in pair), **options)
+
+    torch.allclose = compare
 
 
 MEASURED = re.compile("runtime|per_second|preparation_time|_mem_")
@@ -339,6 +350,7 @@ def run_once(directory: Path, run: str, arguments: argparse.Namespace) -> dict[s
         setattr(*place, kind)
     datasets.load_dataset = load_rows
     compute_in_float32()
+    compare_whole_tensors()
 
     def restore() -> None:
         for place, kind in zip(places, kinds, strict=True):

@@ -34,6 +34,8 @@ def checkpoints(tmp_path_factory):
     wrapped = peft.get_peft_model(model, config)
     wrapped.save_pretrained(place / "adapter")
     wrapped.merge_and_unload().save_pretrained(place / "merged")
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    peft.get_peft_model(tiny_model("gpt2"), prompts).save_pretrained(place / "prompts")
     return place
 
 
@@ -247,7 +249,8 @@ def refuse(mesh, place):
         (peft.LoraConfig(target_modules=["nothing"]), ConfigError),
         (peft.LoraConfig(target_modules=["c_attn"], init_lora_weights="pissa"), UnsupportedError),
         (peft.LoraConfig(target_modules=["c_attn"], use_dora=True), UnsupportedError),
-        (peft.PromptTuningConfig(task_type="CAUSAL_LM", prompt_tuning_init="SAMPLE_VOCAB"), UnsupportedError),
+        (peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), UnsupportedError),
+        (Path(place) / "prompts", UnsupportedError),
         (3, ConfigError),
         (base, LoadError),
         (other, ConfigError),
@@ -279,7 +282,7 @@ def test_bad_adapters_are_refused_on_every_rank_alike(on_ranks, checkpoints, lay
         "the adapter does not fit GPT2LMHeadModel",
         "init_lora_weights='pissa'",
         "use_dora",
-        "prompt_tuning_init='SAMPLE_VOCAB'",
+        *["prompts (P_TUNING)", "prompts (PROMPT_TUNING)"],
         "an adapter cannot be a int",
         "has no adapter_config.json",
         "does not fit GPT2LMHeadModel",

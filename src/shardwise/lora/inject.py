@@ -206,12 +206,12 @@ def _check_init(config: Any, *, from_file: bool) -> None:
     needs = "use_dora" if getattr(config, "use_dora", False) else ""
     if not from_file and init not in _PLAIN_INITS:
         needs = f"init_lora_weights={init!r}"
-    if not from_file and (prompt := getattr(config, "prompt_tuning_init", "RANDOM")) != "RANDOM":
-        needs = f"prompt_tuning_init={getattr(prompt, 'value', prompt)!r}"
+    if config.is_prompt_learning:
+        needs = f"prompts ({getattr(config.peft_type, 'value', config.peft_type)})"
     if needs:
         raise UnsupportedError(
             f"an adapter with {needs}, loaded into a split model",
-            why="it is computed from full weights, of which each rank reads its part",
+            why="it is made of full weights, or beside them, and each rank reads its part of the files",
             fix="give shardwise.parallelize a model that has it, peft.get_peft_model(model, config), on every rank",
         )
 
