@@ -56,11 +56,16 @@ _MAX_LAYERS = 6  # with which a tiny model is tried to have layers of every kind
 _SMALL_ENOUGH = 8_000_000  # elements of a model that is its own tiny model, so that parts given one by one fit it
 
 
-def trial_of(tiny: PreTrainedModel, *, num_parts: int, drops: bool) -> "Trial":
-    """Builds the trial of plans on `tiny`, the result of `build_tried_model`, over `num_parts` simulated ranks."""
-    batch = add_media(tiny, make_batch(tiny, seed=0), seed=0)
+def trial_of(tiny: PreTrainedModel, *, num_parts: int, drops: bool, with_media: bool = True) -> "Trial":
+    """Builds the trial of plans on `tiny`, the result of `build_tried_model`, over `num_parts` simulated ranks.
+
+    Args:
+        with_media: whether a multimodal model also receives images or sound, if it is known how.
+    """
+    batch, padded = make_batch(tiny, seed=0), split_rows(make_batch(tiny, seed=0, padding="right"), 2, 2)[1]
+    if with_media:
+        batch, padded = (add_media(tiny, each, seed=0) for each in (batch, padded))
     set_runnable_mode(tiny, batch)
-    padded = add_media(tiny, split_rows(make_batch(tiny, seed=0, padding="right"), 2, 2)[1], seed=0)
 
     def explain(verdict: Verdict) -> PlanError:
         own = tiny.config.get_text_config()
