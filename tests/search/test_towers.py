@@ -12,9 +12,9 @@ from shardwise.parallel.build import build_meta_model
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.spec import Plan
 from shardwise.probe import trial
+from shardwise.search import planning
 from shardwise.search.deriving import build_subject
 from shardwise.search.generalize import RealSizes
-from shardwise.search.planning import plan_for
 from shardwise.tiny import inputs
 from tests.train.test_images import llava, qwen2_vl
 
@@ -40,10 +40,10 @@ TOWERS = {
 
 
 def planned(model, tower, **options):
-    """The style of every module of a tower's layers."""
+    """The style of every module of a tower's layers; the plan is not kept."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardwise.search.planning.read", lambda *_: None)
-        plan = plan_for(model, ParallelSpec(**options), num_parts=2)
+        patch.setattr(planning, "cache_path", lambda *_: None)
+        plan = planning.plan_for(model, ParallelSpec(**options), num_parts=2)
     return {rule.pattern.removeprefix(tower): rule.style for rule in plan.rules if rule.pattern.startswith(tower)}
 
 

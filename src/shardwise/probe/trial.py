@@ -59,8 +59,7 @@ _SMALL_ENOUGH = 8_000_000  # elements of a model that is its own tiny model, so 
 def trial_of(tiny: PreTrainedModel, *, num_parts: int, drops: bool, with_media: bool = True) -> "Trial":
     """Builds the trial of plans on `tiny`, the result of `build_tried_model`, over `num_parts` simulated ranks.
 
-    Args:
-        with_media: whether a multimodal model also receives images or sound, if it is known how.
+    `with_media`: give it images and sound beside tokens, as far as they can be made.
     """
     batch, padded = make_batch(tiny, seed=0), split_rows(make_batch(tiny, seed=0, padding="right"), 2, 2)[1]
     if with_media:

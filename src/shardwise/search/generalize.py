@@ -218,7 +218,7 @@ class RealSizes:
     """A few layers of every kind of a model, at its own sizes; all layers if none can be removed."""
 
     def __init__(self, model: PreTrainedModel, *, num_parts: int) -> None:
-        self._num_parts, self.model, self._media = num_parts, model, MEDIA
+        self._num_parts, self.model, self._media = num_parts, model, {*MEDIA}
         unsplit: Verdict | None
         try:
             with torch.device("meta"):
@@ -283,16 +283,15 @@ class RealSizes:
 
     def _encode(self, model: PreTrainedModel, missing: Sequence[str], *, is_split: bool) -> None:
         """Runs what encodes images and sound beside tokens, as far as the unsplit model runs on fake tensors."""
-        generator = torch.Generator().manual_seed(0)
-        for name, (_, method) in {name: self._media[name] for name in missing if name in self._media}.items():
+        for name in [name for name in missing if name in self._media]:
             try:
                 with FakeTensorCorrections(makes_integers=True):
-                    medium = make_medium(model, name, generator=generator)
-                    loss_or_surrogate(getattr(model, method)(**medium)).backward()
+                    medium = make_medium(model, name, generator=torch.Generator())
+                    loss_or_surrogate(getattr(model, MEDIA[name][1])(**medium)).backward()
             except Exception:
                 if is_split:
                     raise
-                self._media = {other: each for other, each in self._media.items() if other != name}
+                self._media.remove(name)
 
 
 def _uneven(decided: SplitPlan) -> list[str]:

@@ -223,8 +223,8 @@ FAMILIES: Mapping[str, Family] = {
     "mobilevitv2": Family(set={"image_size": 64}),  # 2 x 2 patches are unfolded after five halvings of the image
     # A window must hold patches of 8 pixels, merged 2 by 2.
     "qwen2_5_vl_vision": Family(set={"window_size": 32}),
-    "qwen2_vl_vision": Family(set={"embed_dim": 64}),  # rows and columns each rotate half of a head, by pairs
     "exaone4_5_vision": Family(set={"window_size": 32}),
+    "qwen2_vl_vision": Family(set={"embed_dim": 64}),  # rows and columns each rotate half of a head, in pairs
     "falcon_h1": Family(set={"mamba_d_ssm": 128}),  # Mamba heads times their size, 8 x 16
     # A rate above the sequence length compresses nothing.
     "deepseek_v4": Family(
