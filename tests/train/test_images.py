@@ -17,6 +17,7 @@ from transformers import (
 )
 
 import shardwise
+from shardwise.data.batch import split_rows
 from shardwise.errors import BatchError
 from shardwise.tiny.inputs import add_media, make_batch
 from shardwise.tiny.models import build_tiny_model
@@ -195,6 +196,63 @@ def test_a_data_rank_without_an_image_beside_one_with(on_ranks, layout):
 @pytest.mark.parametrize("layout", ["pp2.fsdp2"])
 def test_a_data_rank_without_an_image_in_stages(on_ranks, layout):
     assert on_ranks(differences, kind="qwen2_vl", order=(0, 1, 1, 1), num_microbatches=2, timeout=60) == [[]] * 4
+
+
+TOWERS = {
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "got_ocr2": "GotOcr2ForConditionalGeneration",
+    "internvl": "InternVLForConditionalGeneration",
+    "llava": "LlavaForConditionalGeneration",
+    "paligemma": "PaliGemmaForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+}
+
+
+def tower_differences(mesh, family, *, sequence_parallel):
+    """What steps over rows with images, without, and with some on the last data rank alone compute otherwise."""
+    config = MODELS[family][0]().config if family in MODELS else shrink_config(transformers.CONFIG_MAPPING[family]())
+    unsplit = build_tiny_model(config, getattr(transformers, TOWERS[family]), seed=0).eval()
+    text = make_batch(unsplit, batch_size=4, seed=0)
+    images = add_media(unsplit, text, seed=0)
+    assert "pixel_values" in images
+    batches = {"images": split_rows(images, 4, mesh.data_size), "text": split_rows(text, 4, mesh.data_size)}
+    if mesh.data_size > 1:
+        batches["ragged"] = [batches["text"][0], batches["images"][1]]
+    found = []
+    for name, parts in batches.items():
+        whole = copy.deepcopy(unsplit)
+        counts = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
+        loss = sum(whole(**part).loss * count / sum(counts) for part, count in zip(parts, counts, strict=True))
+        loss.backward()
+        gradients = {fqn: value.grad for fqn, value in whole.named_parameters() if value.grad is not None}
+        model = shardwise.parallelize(copy.deepcopy(unsplit), mesh, sequence_parallel=sequence_parallel)
+        result = shardwise.TrainStep(model, mesh, num_microbatches=mesh.size("pp"))(parts[mesh.data_rank])
+        problems = differing("loss", result.loss, loss.detach(), LOSS)
+        problems += differing_gradients(shardwise.full_gradients(model), gradients)
+        found += [f"{name}: {problem}" for problem in problems]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "sequence_parallel", "family"),
+    [
+        ("tp2", False, "internvl"),
+        ("tp2", True, "gemma3"),
+        ("fsdp2.tp2", False, "qwen2_5_vl"),
+        ("fsdp2.tp2", True, "paligemma"),
+        ("pp2.tp2", False, "qwen2_vl"),
+        *[
+            (layout, splits, family)
+            for layout in ("tp2", "fsdp2.tp2", "pp2.tp2")
+            for splits in (False, True)
+            for family in TOWERS
+        ]
+        * FULL_PRODUCT,
+    ],
+)
+def test_layers_of_towers_are_split_too(on_ranks, layout, sequence_parallel, family):
+    assert on_ranks(tower_differences) == [[]] * (2 if layout == "tp2" else 4)
 
 
 @pytest.mark.skipif(not FULL_PRODUCT, reason="make coverage runs it; below one is given to another model")

@@ -38,7 +38,7 @@ from shardwise.proof.counting import LayerCollectives, counted_layers
 from shardwise.runtime.adapter_facts import find_model
 from shardwise.runtime.host_masks import read_host_mask, take_host_masks
 from shardwise.stages.model import Stages
-from shardwise.tiny.inputs import MEDIA, make_batch, make_patches, make_signal, missing_media
+from shardwise.tiny.inputs import MEDIA, make_batch, make_medium, missing_media
 from shardwise.tiny.shrink import keep_layers, layer_kinds, repeating_lengths
 from shardwise.topology.shape import AXES, MeshShape
 
@@ -191,9 +191,7 @@ class Rehearsal:
             for name in MEDIA.keys() & missing_media(model, make_batch(model, seed=0)):
                 what = f"{MEDIA[name][0]}, {name}"
                 try:
-                    given = make_patches(model, [_FEW_PATCHES], generator=generator, beside_tokens=True)
-                    if name not in given:
-                        given = {name: make_signal(model, name, (1, 16), generator=generator)}
+                    given = make_medium(model, name, [_FEW_PATCHES], generator=generator)
                     what += f" of {' x '.join(f'{size:,}' for size in given[name].shape)}"
                     with reraise_as(partial(_depends_on_values, model)):
                         counted = str(_encode(model, getattr(model, MEDIA[name][1]), given))

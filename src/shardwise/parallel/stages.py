@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from shardwise.parallel.tensor_parallel import fit_sizes
 from shardwise.parameters.registry import Registry
 from shardwise.plan.pipeline_plan import PipelinePlan
-from shardwise.plan.structure import fqn_of, nearest, upwards
+from shardwise.plan.structure import fqn_of, nearest, outermost_layers, upwards
 from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.local_inputs import own_slice
 from shardwise.stages.absent import Absent
@@ -41,7 +41,8 @@ def finish_placeholders(registry: Registry, compute_dtype: torch.dtype | None) -
         own = functools.partial(own_slice, dim=dim, num_heads=num_heads, axis=registry.context.tp)
         stages.sliced.setdefault(stages.model.get_submodule(owner), {})[argument] = own
     names = {id(module): name for name, module in stages.model.named_modules()}
-    layers, plan = set(stages.plan.order.calls), registry.plan
+    plan = registry.plan
+    layers = {*stages.plan.order.calls, *outermost_layers(plan.stacks)}
     # Modules with the same tensors at their edges split or unsplit: their own code may run with full weights.
     full = {region.fqn for region in plan.tensor.regions if region.edge == "gather"}
     full |= {name for name, style in plan.tensor.modules.items() if style == "rowwise_split_input"}

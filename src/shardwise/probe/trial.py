@@ -35,7 +35,7 @@ from shardwise.proof.draws import RecordRandom, ReplayRandom
 from shardwise.runtime.adapter_facts import without_adapters
 from shardwise.runtime.modes import has_dropout
 from shardwise.tiny.families import read_field
-from shardwise.tiny.inputs import clone_batch, loss_or_surrogate
+from shardwise.tiny.inputs import add_media, clone_batch, loss_or_surrogate
 from shardwise.tiny.models import (
     build_tiny_model,
     fork_all_rng,
@@ -56,11 +56,15 @@ _MAX_LAYERS = 6  # with which a tiny model is tried to have layers of every kind
 _SMALL_ENOUGH = 8_000_000  # elements of a model that is its own tiny model, so that parts given one by one fit it
 
 
-def trial_of(tiny: PreTrainedModel, *, num_parts: int, drops: bool) -> "Trial":
-    """Builds the trial of plans on `tiny`, the result of `build_tried_model`, over `num_parts` simulated ranks."""
-    batch = make_batch(tiny, seed=0)
+def trial_of(tiny: PreTrainedModel, *, num_parts: int, drops: bool, with_media: bool = True) -> "Trial":
+    """Builds the trial of plans on `tiny`, the result of `build_tried_model`, over `num_parts` simulated ranks.
+
+    `with_media`: give it images and sound beside tokens, as far as they can be made.
+    """
+    batch, padded = make_batch(tiny, seed=0), split_rows(make_batch(tiny, seed=0, padding="right"), 2, 2)[1]
+    if with_media:
+        batch, padded = (add_media(tiny, each, seed=0) for each in (batch, padded))
     set_runnable_mode(tiny, batch)
-    padded = split_rows(make_batch(tiny, seed=0, padding="right"), 2, 2)[1]
 
     def explain(verdict: Verdict) -> PlanError:
         own = tiny.config.get_text_config()

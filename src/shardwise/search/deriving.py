@@ -8,7 +8,7 @@ import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -153,6 +153,11 @@ def search_plan(subject: Subject, declared: Plan, *, sequence_parallel: bool = F
     with reraise_as(functools.partial(unplanned_error, name, num_parts)):
         search = _Search(subject, given=given, sequence_parallel=sequence_parallel)
         best, verdicts = search.best(declared)
+        text = trial if best else trial_of(tiny, num_parts=num_parts, drops=has_dropout(model), with_media=False)
+        if text.batch.keys() < trial.batch.keys():
+            logger.warning("%s is planned from text alone: with images or sound no plan passes", name)
+            subject = replace(subject, trial=text)
+            return search_plan(subject, declared, sequence_parallel=sequence_parallel, given=given)
         if best is None and given.rules and _Search(subject, sequence_parallel=sequence_parallel).best(declared)[0]:
             raise given_rules_error(name, verdicts, num_parts=num_parts)
         if best is None:

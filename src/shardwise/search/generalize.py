@@ -8,7 +8,7 @@ forward and backward on fake tensors before the plan is used.
 import copy
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 
@@ -38,7 +38,7 @@ from shardwise.probe.trial import (
     verdict_of_exception,
 )
 from shardwise.sharding.placement import Split
-from shardwise.tiny.inputs import loss_or_surrogate
+from shardwise.tiny.inputs import MEDIA, loss_or_surrogate, make_medium, missing_media
 from shardwise.tiny.models import make_batch
 from shardwise.tiny.shrink import keep_layers
 from shardwise.topology.shape import MeshShape
@@ -218,7 +218,7 @@ class RealSizes:
     """A few layers of every kind of a model, at its own sizes; all layers if none can be removed."""
 
     def __init__(self, model: PreTrainedModel, *, num_parts: int) -> None:
-        self._num_parts, self.model = num_parts, model
+        self._num_parts, self.model, self._media = num_parts, model, {*MEDIA}
         unsplit: Verdict | None
         try:
             with torch.device("meta"):
@@ -264,7 +264,7 @@ class RealSizes:
             shared = {id(each): nn.Parameter(each.detach(), each.requires_grad) for each in self.model.parameters()}
             model, mesh = copy.deepcopy(self.model, shared), SimulatedMesh(LoneGroup(rank, self._num_parts))
             try:
-                with fake_tensors(), FakeTensorCorrections():
+                with fake_tensors():
                     allocate_meta(model)
                     if decided is not None:
                         apply_plan(model, mesh, decided, ParallelSpec())
@@ -272,12 +272,26 @@ class RealSizes:
                         parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
                     batch = make_batch(model, seed=0)
                     batch.pop("attention_mask", None)  # full rows need none, but only values could tell that they are
-                    loss_or_surrogate(model(**batch)).backward()
+                    with FakeTensorCorrections():
+                        loss_or_surrogate(model(**batch)).backward()
+                    self._encode(model, missing_media(model, batch), is_split=decided is not None)
             except (DataDependentOutputException, DynamicOutputShapeException):
                 return None
             except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on a wrong split
                 return verdict_of_exception(error)
         return Verdict(passed=True)
+
+    def _encode(self, model: PreTrainedModel, missing: Sequence[str], *, is_split: bool) -> None:
+        """Runs what encodes images and sound beside tokens, as far as the unsplit model runs on fake tensors."""
+        for name in [name for name in missing if name in self._media]:
+            try:
+                with FakeTensorCorrections(makes_integers=True):
+                    medium = make_medium(model, name, generator=torch.Generator())
+                    loss_or_surrogate(getattr(model, MEDIA[name][1])(**medium)).backward()
+            except Exception:
+                if is_split:
+                    raise
+                self._media.remove(name)
 
 
 def _uneven(decided: SplitPlan) -> list[str]:

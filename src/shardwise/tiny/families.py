@@ -181,7 +181,7 @@ CAPS: Mapping[str, int] = _caps(
        router_hidden_size keep_window_size context_size hc_lowrank rel_extent position_bias_num_buckets;
     16: kv_lora_rank d_rel state_size ssm_state_size mamba_d_state time_step_rank mamba_dt_rank gated_norm_rank
        adapter_rank embedding_rank num_conv_pos_embeddings centroid_intermediate_top_k lang_embed_dim;
-    4: frames_per_clip;
+    4: frames_per_clip mm_tokens_per_image;
     32: image_size crop_size indexer_budget conv_dim tdnn_dim num_codevectors_per_group;
     8: num_filters sliding_window window_size sliding_window_size attention_window attention_window_size local_attention
        attention_chunk_size chunk_size mamba_chunk_size index_topk local_radius global_block_size
@@ -224,6 +224,7 @@ FAMILIES: Mapping[str, Family] = {
     # A window must hold patches of 8 pixels, merged 2 by 2.
     "qwen2_5_vl_vision": Family(set={"window_size": 32}),
     "exaone4_5_vision": Family(set={"window_size": 32}),
+    "qwen2_vl_vision": Family(set={"embed_dim": 64}),  # rows and columns each rotate half of a head, in pairs
     "falcon_h1": Family(set={"mamba_d_ssm": 128}),  # Mamba heads times their size, 8 x 16
     # A rate above the sequence length compresses nothing.
     "deepseek_v4": Family(

@@ -1,5 +1,6 @@
 """Makes batches, with labels, for a tiny model's forward."""
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -222,6 +223,14 @@ def make_batch(
     return batch
 
 
+def make_medium(
+    model: PreTrainedModel, name: str, grids: Sequence[tuple[int, ...]] = (_GRID,), *, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Returns what a method in `MEDIA` encodes: as many images or sounds as `grids`, for the argument `name`."""
+    patches = make_patches(model, grids, generator=generator, beside_tokens=True)
+    return patches if name in patches else {name: make_signal(model, name, (len(grids), 16), generator=generator)}
+
+
 def add_media(model: PreTrainedModel, batch: dict[str, Tensor], *, seed: int) -> dict[str, Tensor]:
     """Adds an image and a sound before the tokens of every row, as far as the model supports them."""
     generator = torch.Generator().manual_seed(seed)
@@ -232,13 +241,11 @@ def add_media(model: PreTrainedModel, batch: dict[str, Tensor], *, seed: int) ->
         if token is None or not is_optional:
             continue
         try:
-            rows = len(batch["input_ids"])
-            grids = [_GRID] * rows if medium == "image" else []
-            signal = make_patches(model, grids, generator=generator, beside_tokens=True) if grids else {}
-            signal = signal or {name: make_signal(model, name, (rows, 16), generator=generator)}
-            with_medium = _with_medium(model, batch, signal, token, encode=getattr(model, method))
+            tried = copy.deepcopy(model)  # modules may cache results
+            signal = make_medium(model, name, [_GRID] * len(batch["input_ids"]), generator=generator)
+            with_medium = _with_medium(model, batch, signal, token, encode=getattr(tried, method))
             with torch.no_grad():
-                model(**clone_batch(with_medium))
+                tried(**clone_batch(with_medium))
         except Exception:  # noqa: BLE001 - a model that wants other inputs beside these fails in any way
             continue
         batch = with_medium
