@@ -21,7 +21,7 @@ from shardwise.trainer import Trainer, adapt
 from shardwise.trainer.adapted import SplitTrainer
 from shardwise.trainer.losses import _passes_numbers_on, _reads_number
 from tests.families import FULL_PRODUCT
-from tests.trainer.modules import Rows, arguments, build, curve, split_trainer
+from tests.trainer.modules import Over, Rows, arguments, build, curve, split_trainer
 
 pytestmark = pytest.mark.spawn
 
@@ -65,6 +65,11 @@ class Outer(torch.nn.Module):
 
     def forward(self, labels=None, **kwargs):
         return self.text(labels=labels, **kwargs)
+
+
+class Named(torch.nn.Module):
+    def forward(self, labels=None, num_items_in_batch=None):
+        return self.loss_function(labels, num_items_in_batch=num_items_in_batch)
 
 
 class OldStyle(transformers.Trainer):
@@ -168,6 +173,7 @@ OPTIONS = {
     "compute_loss_func": ({}, {"compute_loss_func": own_loss}),
     "subclass": ({"gradient_accumulation_steps": 2}, {"trainer": OfRows}),
     "subclass_of_ours": ({}, {"trainer": Theirs, "ours": Ours}),
+    "subclassed_model": ({"gradient_accumulation_steps": 2}, {"family": "over"}),
     "old_style": ({"label_smoothing_factor": 0.1}, {"trainer": OldStyle}),
     "attributes": ({}, {"trainer": Attributes, "data_collator": encoded}),
     "textbook": ({}, {"trainer": Textbook, "family": "bert"}),
@@ -226,7 +232,7 @@ def unsplit(option):
     ("layout", "option"),
     [
         *(("fsdp2", option) for option in OPTIONS if FULL_PRODUCT or "workers" not in option),  # a minute of processes
-        *(("tp2", "label_smoothing"), ("pp2", "streamed")),
+        *(("tp2", "label_smoothing"), ("pp2", "streamed"), ("pp2", "subclassed_model")),
         *[("tp2", option) for option in ("checkpointing", "subclass", "no_clipping", "streamed")] * FULL_PRODUCT,
         *[("pp2", option) for option in ("no_clipping", "checkpointing", "sgd")] * FULL_PRODUCT,
     ],
@@ -409,10 +415,10 @@ def test_methods_that_would_not_be_called_are_refused(on_ranks, tmp_path, layout
 
 @pytest.mark.single
 def test_losses_that_take_the_number_of_targets_are_told_by_the_code_of_the_forward():
-    takes = transformers.LlamaForCausalLM, transformers.Qwen2_5OmniThinkerForConditionalGeneration
+    takes = transformers.LlamaForCausalLM, transformers.Qwen2_5OmniThinkerForConditionalGeneration, Over, Named
     ignores = transformers.BertForMaskedLM, transformers.T5ForConditionalGeneration
     found = [_passes_numbers_on(each.__new__(each)) for each in (*takes, *ignores, Outer)]
-    assert found == [True, True, False, False, False] and _passes_numbers_on(Outer())
+    assert found == [True, True, True, True, False, False, False] and _passes_numbers_on(Outer())
     read = [own_loss, functools.partial(own_loss, labels=1), Penalized.compute_loss, lambda **given: given["x"]]
     unread = [Textbook.compute_loss, functools.partial(Focal().forward, 1), Focal(), lambda output, **given: output]
     assert all(map(_reads_number, read)) and not any(map(_reads_number, unread))

@@ -185,6 +185,16 @@ def test_kto_and_reward_models(on_ranks, tmp_path, kind, layout):
     check(on_ranks(train, directory=str(tmp_path), **chosen), unsplit_run("qwen3", kind, 1, ()), besides)
 
 
+@pytest.mark.parametrize(("kind", "layout"), [("dpo", "tp2"), *[("kto", "tp2"), ("dpo", "pp2")] * FULL_PRODUCT])
+def test_references_in_bfloat16(on_ranks, tmp_path, kind, layout):
+    """As TRL has it by default: accelerate puts autocast around the reference's fused head."""
+    chosen = {"family": "llama", "accumulation": 1, "options": (("bf16", True),)}
+    wanted, _ = unsplit_run(kind=kind, **chosen)
+    for found, _ in on_ranks(train, directory=str(tmp_path), sp=False, **chosen):
+        losses = [each["loss"] for each in found]
+        assert losses == pytest.approx([each["loss"] for each in wanted], abs=1e-3)
+
+
 LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
 
 

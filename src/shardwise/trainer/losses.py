@@ -35,6 +35,7 @@ from shardwise.optim.summing import multiply_gradients
 from shardwise.parameters.registry import is_split, registry_of
 from shardwise.pipeline.runner import runner_of
 from shardwise.runtime.adapter_facts import find_model
+from shardwise.stages.model import StagedModel
 from shardwise.topology.shape import DATA_AXES
 from shardwise.train.one_loss import check_parts
 from shardwise.train.step import TrainStep
@@ -297,17 +298,24 @@ def _refuse_numbers(num_rows: int, parts: int) -> UnsupportedError:
 
 def _passes_numbers_on(model: nn.Module) -> bool:
     """Returns whether a loss function, of the model or of a module that it gives its labels, gets what is not named."""
-    calls = _open_calls(type(model).forward)
-    if calls is None or any(name == "loss_function" for name, _ in calls):
-        return True
-    inner = (getattr(model, name, None) for name, keywords in calls if "labels" in keywords)
-    return any(isinstance(each, nn.Module) and _passes_numbers_on(each) for each in inner)
+    for kind in type(model).__mro__:
+        if "forward" not in vars(kind) or issubclass(kind, StagedModel):
+            continue
+        calls = _open_calls(vars(kind)["forward"])
+        if calls is None or any(name == "loss_function" for name, _ in calls):
+            return True
+        inner = (getattr(model, name, None) for name, keywords in calls if "labels" in keywords)
+        if any(isinstance(each, nn.Module) and _passes_numbers_on(each) for each in inner):
+            return True
+        if all(name != "forward" for name, _ in calls):  # super().forward(**kwargs)
+            break
+    return False
 
 
 @functools.cache
 def _open_calls(forward: Callable[..., Any]) -> tuple[tuple[str, tuple[str | None, ...]], ...] | None:
-    """Returns the names of methods that a forward gives arguments it does not name, with the keywords of each call;
-    None if its code is not known.
+    """Returns the names of methods that a forward gives the number of targets, or arguments that it does not name, with
+    the keywords of each call; None if its code is not known.
     """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
@@ -315,7 +323,7 @@ def _open_calls(forward: Callable[..., Any]) -> tuple[tuple[str, tuple[str | Non
         return None
     calls = [each for each in ast.walk(tree) if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute)]
     named = ((each.func.attr, tuple(keyword.arg for keyword in each.keywords)) for each in calls)  # type: ignore[attr-defined]
-    return tuple((name, keywords) for name, keywords in named if None in keywords)
+    return tuple((name, keywords) for name, keywords in named if {None, "num_items_in_batch"} & {*keywords})
 
 
 def _reads_number(function: Any) -> bool:

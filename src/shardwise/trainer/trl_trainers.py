@@ -99,8 +99,12 @@ class SplitTrlTrainer(SplitTrainer):
         super().__init__(**given, auto_class=auto_class if layout is None else None)
         if (reference := getattr(self, "ref_model", None)) is not None and not is_split(reference):
             self.ref_model = reference = None
-        for each in (self.model, *([] if reference is None else [reference])):
-            replace_fused_head(each)
+        if reference is not None:  # around whose fused head accelerate has put autocast
+            self.accelerator._models.remove(reference)
+            reference.forward = vars(reference).pop("_original_forward", reference.forward)
+            replace_fused_head(reference)
+            self.accelerator.prepare_model(reference, evaluation_mode=True)
+        replace_fused_head(self.model)
         if self._num_microbatches is not None and (runner := runner_of(self.model)) is not None:
             runner.num_microbatches = self._num_microbatches
 
