@@ -403,7 +403,10 @@ def refusals(mesh, directory):
     found.append(said(UnsupportedError, lambda: accelerator.save_state(directory / "a", safe_serialization=False)))
     hook = accelerator.register_save_state_pre_hook(lambda *each: None)
     found.append(said(UnsupportedError, lambda: accelerator.save_state(directory / "a")))
+    accelerator.dataloader_config.use_stateful_dataloader = True  # whose place in the data would be lost
     hook.remove()
+    found.append(said(UnsupportedError, lambda: accelerator.save_state(directory / "a")))
+    accelerator.dataloader_config.use_stateful_dataloader = False
     accelerator.save_state(directory / "a")
     again = split_run(mesh, splits=True).accelerator
     found.append(said(UnsupportedError, lambda: again.load_state(directory / "a")))
@@ -432,8 +435,7 @@ def test_what_cannot_be_is_said(on_ranks, layout, tmp_path):
         "prepare without a split model",
         "an accelerator that is used already",
         "training a Linear that is not split",
-        "save_state of a split model with hooks or options",
-        "save_state of a split model with hooks or options",
+        *["save_state of a split model with hooks, stateful loaders or options"] * 3,
         "going on with a scheduler that stepped 2 times for each step of the optimizer, and now 1",
         "does not hold what save_state of this script saves",
         "does not hold what save_state of this script saves",

@@ -31,9 +31,10 @@ class SavesState(Accelerator):
 
         Communicates: as `shardwise.save_checkpoint`.
         """
-        if self._save_model_state_pre_hook or save_model_func_kwargs or not safe_serialization:
+        is_plain = safe_serialization and not save_model_func_kwargs
+        if self._save_model_state_pre_hook or not is_plain or self.use_stateful_dataloader:
             raise UnsupportedError(
-                "save_state of a split model with hooks or options of accelerate's formats",
+                "save_state of a split model with hooks, stateful loaders or options of accelerate's formats",
                 why="the checkpoint is Shardwise's, which holds the parts of every rank",
                 fix="leave them out, and write files of your own beside it",
             )
