@@ -138,18 +138,20 @@ class Small(nn.Module):
 
 
 def zero1(mesh, directory):
-    """The guide's groups; saved after three steps, loaded at another number of data ranks, three more."""
+    """The guide's groups and a schedule; saved after three steps, loaded into new objects, three more."""
     torch.manual_seed(0)
     whole = Small(parallel=False)
     start = copy.deepcopy(whole.state_dict())
     xs = torch.randn(6, 4, 8)
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
     expected, found, held, said = [], [], [], ""
     for x in xs:
         whole(x).backward()
         expected.append(float(nn.utils.clip_grad_norm_(whole.parameters(), 0.5)))
         optimizer.step()
         optimizer.zero_grad()
+        schedule.step()
     for steps in (slice(0, 3), slice(3, 6)):
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
         model = Small(parallel=True)
@@ -169,15 +171,18 @@ def zero1(mesh, directory):
             sharding_groups=parallel_state.get_data_parallel_group(as_list=True),
             grad_norm_groups=parallel_state.get_tensor_model_parallel_group(as_list=True),
         )
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
         if steps.start:
             optimizer.load_sharded_state_dict(directory)
+            schedule.load_state_dict(before)
         for x in xs[steps]:
             model(rows_of_rank(x)).backward()
             optimizer.step()
             optimizer.zero_grad()
+            schedule.step()
             found.append(float(optimizer.grad_norm))
         held.append(len(optimizer.optimizer.optim.state))
-        start = shardwise.full_state_dict(model)
+        start, before = shardwise.full_state_dict(model), schedule.state_dict()
         if not steps.start:
             optimizer.save_sharded_state_dict(directory)
             try:
