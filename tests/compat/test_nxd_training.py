@@ -170,7 +170,7 @@ def zero1(mesh, directory):
     xs = torch.randn(6, 4, 8)
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
-    expected, found, held, said = [], [], [], ""
+    expected, found, held, said, before = [], [], [], "", {}
     for x in xs:
         whole(x).backward()
         expected.append(float(nn.utils.clip_grad_norm_(whole.parameters(), 0.5)))

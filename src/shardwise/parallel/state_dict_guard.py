@@ -62,7 +62,7 @@ def local_state_dict(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, A
 
 
 def split_state(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Hook of `load_state_dict`: replaces full tensors in the state dict by this rank's parts; removes other stages'."""
+    """Hook of `load_state_dict`: replaces full tensors in a state dict by this rank's parts; removes other stages'."""
     entries = named_entries(module)
     if any(entry.stage_coords for entry in entries.values()):
         _choose_names(module, state, prefix, entries)

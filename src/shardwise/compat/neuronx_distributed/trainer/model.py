@@ -51,14 +51,14 @@ class NxDModel(nn.Module):
         module: nn.Module = self.__dict__["module"]
         return module
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields this rank's parameters. A tied one has its first name in every stage, so stages group it alike."""
-        module = self.local_module()
-        first = {id(value): name for name, value, _ in find_parameters(module)} if remove_duplicate else {}
-        for name, value in module.named_parameters("", recurse, remove_duplicate):
-            yield f"{prefix}{'.' if prefix else ''}{first.get(id(value), name)}", value
+        module, prefix = self.local_module(), kwargs.get("prefix", next(iter(args), ""))
+        first = {id(value): name for name, value, _ in find_parameters(module)}
+        start = f"{prefix}." if prefix else ""
+        names = {start + own: start + first.get(id(value), own) for own, value in module.named_parameters()}
+        for name, value in module.named_parameters(*args, **kwargs):
+            yield names.get(name, name), value
 
     named_buffers = _delegated("named_buffers")
     named_modules = _delegated("named_modules")

@@ -106,7 +106,7 @@ def from_pretrained_for_mp(
     return (model, info) if wants_info else model
 
 
-def _allocate_loaded(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+def _allocate_loaded(module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
     """Hook of `load_state_dict`: allocates the meta parameters that it fills, such as those of a saved adapter."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name, value in list(module.named_parameters(remove_duplicate=False)):
