@@ -160,6 +160,18 @@ def test_adapters_that_came_later_start_as_peft_has_them(saved):
     assert torch.equal(base, stored["model.layers.0.self_attn.q_proj.weight"]) and not base.requires_grad
 
 
+def test_an_adapter_that_is_read_into_a_lazy_model_keeps_its_values(saved, tmp_path):
+    import peft
+
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+    whole = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(saved), config)
+    whole.save_pretrained(tmp_path)
+    model = peft.PeftModel.from_pretrained(lazily(saved), tmp_path, is_trainable=True)
+    held = {name for name, value in model.named_parameters() if not value.is_meta}
+    assert held == {name for name, value in whole.named_parameters() if value.requires_grad}
+    assert_equal(split(model), whole)
+
+
 def test_damage_is_told_before_anything_is_split(saved, tmp_path):
     AutoConfig.from_pretrained(saved).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes((saved / "model.safetensors").read_bytes()[:-8])

@@ -13,7 +13,7 @@ from transformers.models.bert.modeling_bert import BertConfig, BertForMaskedLM
 
 import shardwise
 import shardwise.compat.neuronx_distributed as nxd
-from shardwise.compat.neuronx_distributed import parallel_state
+from shardwise.compat.neuronx_distributed import parallel_layers, parallel_state, xm
 from shardwise.compat.neuronx_distributed.parallel_layers import (
     ColumnParallelLinear,
     ParallelEmbedding,
@@ -131,6 +131,16 @@ def unsplit(kind):
     return history, model
 
 
+def loads_full_tensors(mesh, model, state, path):
+    """Loads one file of the unsplit model; this rank takes its parts and its stage."""
+    if mesh.rank == 0:
+        torch.save(state, path)
+    xm.rendezvous("saved")
+    parallel_layers.load(path, model, sharded=False)
+    full = shardwise.full_state_dict(model.local_module())
+    return [f"{name} is not that of the file" for name in full if not torch.equal(full[name], state["model"][name])]
+
+
 def trained(mesh, kind, tp, zero, options, directory):
     """Three steps in two stages, beside the unsplit model; what the checkpoint gives at other degrees."""
     expected, whole = unsplit(kind)
@@ -160,6 +170,7 @@ def trained(mesh, kind, tp, zero, options, directory):
     problems += [f"{name} is exported otherwise" for name in names if not torch.equal(exported[name], full[name])]
     held = {name for name, _ in model.local_named_parameters()}
     nxd.save_checkpoint(directory, model=model, optimizer=optimizer)
+    problems += loads_full_tensors(mesh, model, {"model": whole.state_dict()}, f"{directory}/full.pt")
     parallel_state.destroy_model_parallel()
     nxd_config = nxd.neuronx_distributed_config(tp, 1, optimizer_config=optimizer_config)
     model = nxd.initialize_parallel_model(nxd_config, build)

@@ -42,9 +42,9 @@ def train(model, optimizer, steps):
     return history
 
 
-def train_unsplit(model, steps):
+def train_unsplit(model, steps, groups=None):
     parameters = [each for each in model.parameters() if each.requires_grad]
-    optimizer, history = torch.optim.SGD(parameters, lr=1e-2), []
+    optimizer, history = torch.optim.SGD(groups or parameters, lr=1e-2), []
     for ids in steps:
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
@@ -126,6 +126,31 @@ def test_adapters_train_in_stages(on_ranks, layout):
     assert on_ranks(adapters_in_stages) == [[], []]
 
 
+def by_name(model):
+    """Groups: the embedding, which the head shares, learns faster."""
+    named = list(model.named_parameters(prefix="own"))
+    embedding = [value for name, value in named if name == "own.model.embed_tokens.weight"]
+    return [{"params": embedding, "lr": 0.1}, {"params": [p for _, p in named if all(p is not e for e in embedding)]}]
+
+
+def groups_in_stages(mesh):
+    """Three steps of a tied model in two stages, each of which groups the copy that it has."""
+    whole = tiny_model("llama", tied=True).train()
+    expected = train_unsplit(whole, batches()[:3], by_name(whole))
+    nxd_config = nxd.neuronx_distributed_config(pipeline_parallel_size=2, optimizer_config=CLIPPED)
+    model = nxd.initialize_parallel_model(nxd_config, tiny_model, "llama", tied=True)
+    optimizer = nxd.initialize_parallel_optimizer(nxd_config, torch.optim.SGD, by_name(model), lr=1e-2)
+    found, state = train(model, optimizer, batches()[:3]), shardwise.full_state_dict(model.local_module())
+    parallel_state.destroy_model_parallel()
+    problems = differing("history", torch.tensor(found), torch.tensor(expected), 1e-4)
+    return problems + [p for n, v in whole.named_parameters() for p in differing(n, state[n], v.detach(), 1e-4)]
+
+
+@pytest.mark.parametrize("layout", ["tp2"])
+def test_stages_group_a_tied_parameter_by_the_name_that_the_unsplit_model_gives_it(on_ranks, layout):
+    assert on_ranks(groups_in_stages) == [[], []]
+
+
 class Small(nn.Module):
     def __init__(self, *, parallel):
         super().__init__()
@@ -138,18 +163,20 @@ class Small(nn.Module):
 
 
 def zero1(mesh, directory):
-    """The guide's groups; saved after three steps, loaded at another number of data ranks, three more."""
+    """The guide's groups and a schedule; saved after three steps, loaded into new objects, three more."""
     torch.manual_seed(0)
     whole = Small(parallel=False)
     start = copy.deepcopy(whole.state_dict())
     xs = torch.randn(6, 4, 8)
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
-    expected, found, held, said = [], [], [], ""
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
+    expected, found, held, said, before = [], [], [], "", {}
     for x in xs:
         whole(x).backward()
         expected.append(float(nn.utils.clip_grad_norm_(whole.parameters(), 0.5)))
         optimizer.step()
         optimizer.zero_grad()
+        schedule.step()
     for steps in (slice(0, 3), slice(3, 6)):
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
         model = Small(parallel=True)
@@ -169,15 +196,18 @@ def zero1(mesh, directory):
             sharding_groups=parallel_state.get_data_parallel_group(as_list=True),
             grad_norm_groups=parallel_state.get_tensor_model_parallel_group(as_list=True),
         )
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
         if steps.start:
             optimizer.load_sharded_state_dict(directory)
+            schedule.load_state_dict(before)
         for x in xs[steps]:
             model(rows_of_rank(x)).backward()
             optimizer.step()
             optimizer.zero_grad()
+            schedule.step()
             found.append(float(optimizer.grad_norm))
         held.append(len(optimizer.optimizer.optim.state))
-        start = shardwise.full_state_dict(model)
+        start, before = shardwise.full_state_dict(model), schedule.state_dict()
         if not steps.start:
             optimizer.save_sharded_state_dict(directory)
             try:

@@ -63,6 +63,15 @@ class OnlyAttention(Parallelizer):
         return super()._parallelize(model, **options)
 
 
+class OnlyMlp(Parallelizer):
+    """Attention stays whole on every rank, also where hidden states are split along the sequence."""
+
+    @classmethod
+    def _parallelize(cls, model, **options):
+        options["should_parallelize_layer_predicate_func"] = lambda layer: not hasattr(layer, "q_proj")
+        return super()._parallelize(model, **options)
+
+
 def batch_of(model):
     """With ignored labels, padding tokens and a mask."""
     batch = tiny_batch(model, rows=4)
@@ -224,7 +233,11 @@ def small_print(mesh, directory):
     shapes = {name: list(value.shape) for name, value in model.named_parameters()}
     found["predicate"] = [shapes[f"model.layers.0.{name}.weight"] for name in ("self_attn.q_proj", "mlp.up_proj")]
     found["predicate"] += [shapes["lm_head.weight"]]
-    found["only attention"] = problems_of(whole, lambda: parallelized(whole, OnlyAttention))
+    for name, cls in {"attention": OnlyAttention, "MLPs": OnlyMlp}.items():
+        for sp in (False, True):
+            found[f"only {name}, sequence {sp}"] = problems_of(
+                whole, lambda cls=cls, sp=sp: parallelized(whole, cls, sequence_parallel_enabled=sp)
+            )
 
     started = copy.deepcopy(whole)  # a regular optimizer, with groups and a state
     groups = [{"params": [started.lm_head.weight], "lr": 1e-4}]

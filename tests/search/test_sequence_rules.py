@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from bench.sweep.known import default_config, model_class
 from shardwise.errors import PlanError
 from shardwise.parallel.facts import read_facts
-from shardwise.plan.regions import find_sequence
+from shardwise.plan.regions import Region, find_sequence
 from shardwise.plan.resolve import resolve
 from shardwise.plan.rule import InputRule, ParameterRule, SequenceRule
 from shardwise.plan.spec import Plan
@@ -227,6 +227,13 @@ def test_rules_name_stacks_whole_modules_and_parts():
     assert found.stack_of("final") is None
     with pytest.raises(PlanError, match="final is no list of layers"):
         find_sequence(facts, {"final": SequenceRule("final", "sequence")}, {}, ())
+
+
+def test_rules_for_whole_modules_need_none_for_the_stack():
+    facts = read_facts(odd_model())
+    rules = {name: SequenceRule(name, "whole_sequence") for name in ("rounds.0.smear", "final")}
+    found = find_sequence(facts, rules, {}, (Region(fqn="rounds.0.calm", edge="row"),))
+    assert found.stacks == ("rounds",) and found.full_sequence == ("rounds.0.smear",)
 
 
 def test_inputs_that_only_some_layers_are_given_have_rules_in_all():

@@ -45,7 +45,7 @@ def guard_state_dict(model: nn.Module, registry: Registry) -> None:
     ]
     for owner in sorted({fqn.rpartition(".")[0] for fqn in fqns}):
         model.get_submodule(owner).register_state_dict_pre_hook(refuse)
-    model.register_load_state_dict_pre_hook(_split)
+    model.register_load_state_dict_pre_hook(split_state)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.resize_token_embeddings = partial(_refuse, "resize_token_embeddings", _RESIZE)
@@ -61,8 +61,8 @@ def local_state_dict(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, A
         return model.state_dict(*args, **kwargs)
 
 
-def _split(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Replaces full tensors in a state dict that is being loaded by this rank's parts; removes other stages'."""
+def split_state(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Hook of `load_state_dict`: replaces full tensors in a state dict by this rank's parts; removes other stages'."""
     entries = named_entries(module)
     if any(entry.stage_coords for entry in entries.values()):
         _choose_names(module, state, prefix, entries)

@@ -158,10 +158,8 @@ class SequencePlan:
 def find_sequence(
     facts: ModelFacts, rules: Mapping[str, SequenceRule], inputs: Mapping[str, InputRule], regions: Sequence[Region]
 ) -> SequencePlan:
-    """Returns the rules about the sequence; without any, the only stack that holds split blocks."""
+    """Returns the rules about the sequence; without one for a stack, that of the only stack that holds split blocks."""
     stacks = {name: rule for name, rule in rules.items() if rule.style == "sequence"}
-    if not stacks:
-        return _implied(facts, regions)
     for name, rule in stacks.items():
         if name not in facts.modules or facts.modules[name].kind != "list":
             raise PlanError(
@@ -169,9 +167,11 @@ def find_sequence(
                 at=f'rule "{rule}"',
                 fix="give such rules for lists, and those for inputs in the section [inputs]",
             )
+    chosen = tuple(stacks) or _implied(facts, regions)
+    full_sequence = [n for n, rule in rules.items() if n in facts.modules and rule.style == "whole_sequence"]
     return SequencePlan(
-        stacks=tuple(stacks),
-        full_sequence=tuple(n for n, rule in rules.items() if n in facts.modules and rule.style == "whole_sequence"),
+        stacks=chosen,
+        full_sequence=tuple(name for name in full_sequence if is_within(name, chosen)),  # others receive it anyway
         inputs=tuple(name for name, input_rule in inputs.items() if input_rule.style == "sequence"),
     )
 
@@ -185,7 +185,7 @@ def stacks_with_regions(facts: ModelFacts, regions: Sequence[Region]) -> list[La
     ]
 
 
-def _implied(facts: ModelFacts, regions: Sequence[Region]) -> SequencePlan:
+def _implied(facts: ModelFacts, regions: Sequence[Region]) -> tuple[str, ...]:
     stacks = [stack.fqn for stack in stacks_with_regions(facts, regions)]
     if len(stacks) != 1:
         raise NoStackError(
@@ -193,4 +193,4 @@ def _implied(facts: ModelFacts, regions: Sequence[Region]) -> SequencePlan:
             why=f"this model has {len(stacks)} stacks with split blocks: {', '.join(stacks) or 'none'}",
             fix="use sequence_parallel=False",
         )
-    return SequencePlan(stacks=(stacks[0],))
+    return tuple(stacks)

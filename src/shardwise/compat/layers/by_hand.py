@@ -30,6 +30,7 @@ from shardwise.parallel.fsdp import apply_data_parallelism, check_data_paralleli
 from shardwise.parallel.loading import put_tensor
 from shardwise.parallel.recompute import apply_recomputation, find_recomputed
 from shardwise.parallel.stages import apply_stages, finish_placeholders
+from shardwise.parallel.state_dict_guard import split_state
 from shardwise.parameters.canonical import local_tensor
 from shardwise.parameters.registry import Registry, attach_registry, is_split, note_parameters, registry_of
 from shardwise.parameters.replicas import find_unequal_replicas
@@ -132,6 +133,7 @@ def adopt_model(
     note_parameters(model, registry)
     apply_stages(model, registry)
     attach_registry(model, registry)
+    model.register_load_state_dict_pre_hook(split_state)
     move_model(model, mesh.device)
     apply_recomputation(model, registry, recompute, recomputed)
     if policy is not None:

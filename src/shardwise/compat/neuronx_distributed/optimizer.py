@@ -78,13 +78,13 @@ class NeuronZero1Optimizer(NxDOptimizer):
 
     def state_dict(self) -> Any:
         """Returns the states of this rank."""
+        _copy_options(self.optimizer, self.base_optimizer)  # what a scheduler has set since the last step
         return local_state_of(self.base_optimizer)
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Loads the result of `state_dict` on this rank."""
         self.base_optimizer.load_state_dict(state_dict)
-        for group, own in zip(self.optimizer.param_groups, self.base_optimizer.param_groups, strict=True):
-            group.update({name: value for name, value in own.items() if name != "params"})
+        _copy_options(self.base_optimizer, self.optimizer)
 
     def save_sharded_state_dict(self, output_dir: str | os.PathLike[str], save_serially: bool = True) -> None:
         """Writes this rank's states to its own file, for the same degrees.
@@ -116,6 +116,11 @@ class NeuronZero1Optimizer(NxDOptimizer):
         turn, num_turns = mesh.rank // num_workers_per_step, -(-mesh.shape.world_size // num_workers_per_step)
         read = lambda: self.load_state_dict(read_tree(_place(output_dir)))  # noqa: E731
         run_serially(read, mesh.group(), turn=turn, num_turns=num_turns, doing="loading optimizer states")
+
+
+def _copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+    for group, own in zip(source.param_groups, target.param_groups, strict=True):
+        own.update({name: value for name, value in group.items() if name != "params"})
 
 
 def _place(directory: str | os.PathLike[str]) -> Path:

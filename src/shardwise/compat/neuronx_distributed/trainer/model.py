@@ -1,6 +1,6 @@
 """`NxDModel`: a split model with NxD's methods."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import nn
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.compat.run_batch import BatchRunner
 from shardwise.parallel.state_dict_guard import local_state_dict
+from shardwise.parameters.registry import find_parameters
 
 
 def _delegated(name: str, *, to: str = "module") -> Callable[..., Any]:
@@ -50,7 +51,15 @@ class NxDModel(nn.Module):
         module: nn.Module = self.__dict__["module"]
         return module
 
-    named_parameters = _delegated("named_parameters")
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields this rank's parameters. A tied one has its first name in every stage, so stages group it alike."""
+        module, prefix = self.local_module(), kwargs.get("prefix", next(iter(args), ""))
+        first = {id(value): name for name, value, _ in find_parameters(module)}
+        start = f"{prefix}." if prefix else ""
+        names = {start + own: start + first.get(id(value), own) for own, value in module.named_parameters()}
+        for name, value in module.named_parameters(*args, **kwargs):
+            yield names.get(name, name), value
+
     named_buffers = _delegated("named_buffers")
     named_modules = _delegated("named_modules")
     named_children = _delegated("named_children")

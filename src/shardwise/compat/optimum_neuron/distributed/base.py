@@ -69,9 +69,10 @@ class Parallelizer:
             plan = decide(inner, mesh.shape, replace(spec, plan=Plan.of(rules)))
             names = dict.fromkeys((*(region.fqn for region in plan.tensor.regions), plan.embedding, plan.tensor.head))
             asked = ((name, inner.get_submodule(name)) for name in names if name)
-            rules |= {
-                f"{name}.**": "replicate" for name, each in asked if not should_parallelize_layer_predicate_func(each)
-            }
+            whole = [name for name, each in asked if not should_parallelize_layer_predicate_func(each)]
+            rules |= {f"{name}.**": "replicate" for name in whole}
+            if spec.sequence_parallel:  # attention mixes positions
+                rules |= dict.fromkeys(whole, "whole_sequence")
         if rules:
             spec = replace(spec, plan=Plan.of(rules))
         split_lazily(

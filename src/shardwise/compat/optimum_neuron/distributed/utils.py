@@ -95,6 +95,7 @@ def from_pretrained_for_mp(
     index, found = source.index, source.found
     assert index is not None and found is not None
     model.__dict__[SOURCE] = source
+    model.register_load_state_dict_pre_hook(_allocate_loaded)
     model._weight_map = {fqn: index[each.keys[0]].path for fqn, each in found.tensors.items() if each.keys}
     info = {
         "missing_keys": set(found.missing),
@@ -103,6 +104,16 @@ def from_pretrained_for_mp(
         "error_msgs": [],
     }
     return (model, info) if wants_info else model
+
+
+def _allocate_loaded(module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+    """Hook of `load_state_dict`: allocates the meta parameters that it fills, such as those of a saved adapter."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for name, value in list(module.named_parameters(remove_duplicate=False)):
+        if value.is_meta and f"{prefix}{name}" in state:
+            new = nn.Parameter(torch.empty_like(value, device="cpu"), requires_grad=value.requires_grad)
+            owner, _, own = name.rpartition(".")
+            module.get_submodule(owner)._parameters[own] = made.setdefault(value, new)
 
 
 _ARGUMENTS = "_shardwise_arguments"
