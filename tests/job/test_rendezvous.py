@@ -141,3 +141,19 @@ def open_without_connections():
 def test_ranks_that_meet_and_cannot_connect_are_named_with_their_machine():
     for rank, error in enumerate(spawn(open_without_connections, 2)):
         assert f"rank {rank} on {socket.gethostname()} cannot connect" in error and "Connect timeout" in error
+
+
+class Polled(dist.HashStore):
+    """A store into which the other rank's arrival is written while this rank looks who is missing."""
+
+    def check(self, keys):
+        if keys == ["arrived/1"]:
+            self.add("arrived/1", 1)
+            self.add("arrived", 1)
+            self.set("complete", "")
+        return super().check(keys)
+
+
+def test_a_rank_that_comes_at_the_last_moment_has_come():
+    address = rendezvous.RankAddress(0, 2, "127.0.0.1", 29500, hosts_store=True)
+    rendezvous._arrive(Polled(), address, time.monotonic() - 2.0, timeout_seconds=1.0)

@@ -152,17 +152,16 @@ def _arrive(store: dist.Store, address: RankAddress, started: float, timeout_sec
     if count > 1:
         here = f"{socket.gethostname()}, process {os.getpid()}"
         raise MeshError(f"{count} processes are rank {rank}; one is {here}", fix="give every process its own RANK")
-    if store.add("arrived", 1) == world_size:
-        store.set("complete", "")
+    store.add("arrived", 1)
     pause, next_notice = 0.005, FIRST_NOTICE_SECONDS
-    while not store.check(["complete"]):
+    while store.add("arrived", 0) < world_size:
         time.sleep(pause)
         pause, waited = min(2 * pause, 0.5), time.monotonic() - started
         if waited < min(next_notice, timeout_seconds):
             continue
         next_notice = 2 * waited
         missing = [peer for peer in range(world_size) if not store.check([f"arrived/{peer}"])]
-        if waited >= timeout_seconds:
+        if missing and waited >= timeout_seconds:
             raise MeshError(
                 f"{len(missing)} of {world_size} ranks never came to {address}",
                 why=f"rank {rank} waited {timeout_seconds:g} seconds for {shown_ranks(missing)}",

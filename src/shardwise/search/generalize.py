@@ -25,6 +25,7 @@ from shardwise.parallel.build import allocate_meta
 from shardwise.parallel.facts import decide_split, read_facts
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
+from shardwise.plan.parameters import check_heads
 from shardwise.plan.rule import SECTIONS, InputRule, ParameterRule, Rule
 from shardwise.plan.spec import Plan, match, star_numbers
 from shardwise.plan.structure import ModelFacts, Shape, nearest, outermost_layers, parent_of
@@ -238,7 +239,7 @@ class RealSizes:
     def run(self, plan: Plan, *, tiny: nn.Module, sequence_parallel: bool = False) -> Verdict:
         """Returns whether each rank's part runs, split by a plan that was found on `tiny`.
 
-        If that cannot be determined, the plan passes if ranks hold equal parts of every layer. With unequal parts,
+        If that cannot be determined, the plan passes if ranks hold equal parts of every layer, and whole heads. Else
         heads and features may disagree.
         """
         try:
@@ -252,6 +253,9 @@ class RealSizes:
             return found
         alone = {each.fqn for each in decided.tensor.regions if each.edge == "gather"}  # whose outputs are full again
         uneven = [fqn for fqn in _uneven(decided) if facts.layer_of(fqn) and parent_of(fqn) not in alone]
+        for region in (each.fqn for each in decided.tensor.regions if each.fqn not in alone):
+            heads = facts.heads_around(region)
+            uneven += [region] if heads is not None and check_heads(heads, self._num_parts) is not None else []
         if not uneven:
             return Verdict(passed=True)
         why = "only values would show whether they fit, and none can be tried"
