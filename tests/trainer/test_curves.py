@@ -35,20 +35,16 @@ CASES = [
     ("t5", "ddp2", 1, {}),
     ("t5", "pp2", 1, {}),
 ]
-MORE = [  # with which most pairs
-    *(("llama", layout, 3, {}) for layout in ("fsdp2", "ddp2", "pp2", "fsdp2.tp2", "pp2.tp2")),
-    ("llama", "tp2", 1, {"sequence_parallel": True}),
-    ("qwen3", "pp2", 3, {}),
-    ("gemma3", "fsdp2", 3, {}),
-    ("gpt2", "tp2", 1, {}),
-    ("gpt2", "fsdp2.tp2", 3, {}),
-    ("bert", "tp2", 3, {}),
-    ("bert", "fsdp2", 1, {}),
-    ("decoder", "pp2", 1, {}),
-    ("numbers", "ddp2", 1, {}),
-    ("several", "pp2", 3, {}),
-    ("vit", "fsdp2", 3, {}),
-    ("t5", "fsdp2", 3, {}),
+FAMILIES = ("llama", "qwen3", "gemma3", "phi3", "gpt2", "mixtral", "bert", "vit", "t5")
+LAYOUTS = ("tp2", "tp2+sp", "fsdp2", "ddp2", "fsdp2.tp2", "pp2", "pp2.tp2")
+MORE = [
+    *(("numbers", "ddp2", 1, {}), ("several", "pp2", 3, {}), ("decoder", "pp2", 1, {})),
+    *(
+        (family, layout.removesuffix("+sp"), accumulation, {"sequence_parallel": True} if "+" in layout else {})
+        for family in FAMILIES
+        for layout in LAYOUTS
+        for accumulation in (1, 3)
+    ),
 ]
 
 
