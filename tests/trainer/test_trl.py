@@ -160,9 +160,17 @@ CASES = [
 ]
 CHOSEN = [CASES[number] for number in (0, 7, 13, 16, 22, 29)]
 """Every layout, kind, family and accumulation at least once."""
+MORE = [
+    (family, kind, layout, accumulation)
+    for family in (*FAMILIES, "phi3", "gpt2")
+    for kind, accumulation in (("padded", 3), ("dpo", 1))
+    for layout in (*LAYOUTS, "pp2.tp2")
+]
 
 
-@pytest.mark.parametrize(("family", "kind", "layout", "accumulation"), CASES if FULL_PRODUCT else CHOSEN)
+@pytest.mark.parametrize(
+    ("family", "kind", "layout", "accumulation"), dict.fromkeys((*CASES, *MORE)) if FULL_PRODUCT else CHOSEN
+)
 def test_steps_are_those_of_one_process(on_ranks, tmp_path, family, kind, layout, accumulation):
     """The last batch has a single row, of packed rows three."""
     # Experts are balanced over the rows of a rank, so that another number of ranks has another loss.
