@@ -225,6 +225,15 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_5_vl_vision": Family(set={"window_size": 32}),
     "exaone4_5_vision": Family(set={"window_size": 32}),
     "qwen2_vl_vision": Family(set={"embed_dim": 64}),  # rows and columns each rotate half of a head, in pairs
+    "qwen2_5_omni_vision_encoder": Family(set={"window_size": 32}),
+    # Images of two tiles.
+    **dict.fromkeys(
+        ("llava_next", "llava_next_video", "llava_onevision"), Family(set={"image_grid_pinpoints": [[32, 64]]})
+    ),
+    "vipllava": Family(set={"vision_feature_layer": [-3, -2, -1, 0, 1]}),  # five outputs of two layers
+    "mllama_vision_model": Family(set={"vision_output_dim": 128}),  # of two outputs
+    **dict.fromkeys(("granite_speech", "granite_speech_plus"), Family(set={"window_size": 10})),  # 2 x downsample_rate
+    "aria": Family(set={"projector_patch_to_query_dict": {16: 4}}),  # an image has 4 x 4 patches
     "falcon_h1": Family(set={"mamba_d_ssm": 128}),  # Mamba heads times their size, 8 x 16
     # A rate above the sequence length compresses nothing.
     "deepseek_v4": Family(

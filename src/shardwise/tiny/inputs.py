@@ -4,6 +4,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
@@ -140,7 +141,7 @@ def _feature_size(fields: Mapping[str, Any], length: int) -> tuple[int, ...]:
     """[mel bins, frames] before convolutions over time, [frames, channels] for models that start with a projection."""
     if "audio_length_per_tok" in fields:
         return fields["num_mel_bins"], length * fields["audio_length_per_tok"]
-    for channels in ("feature_projection_input_dim", "input_feat_per_channel"):
+    for channels in ("feature_projection_input_dim", "input_feat_per_channel", "input_dim"):
         if channels in fields:
             return 4 * length, fields[channels]
     if "max_source_positions" in fields:
@@ -179,6 +180,7 @@ _YES_OR_NO = (*_CHOICES, "MODEL_FOR_NEXT_SENTENCE_PREDICTION_MAPPING_NAMES")
 _SENTENCE_LABELS = ("next_sentence_label", "sentence_order_label")  # of BERT's pretraining and its like
 MEDIA = {"pixel_values": ("image", "get_image_features"), "input_features": ("audio", "get_audio_features")}
 """What holds images and sound beside tokens: the name of their token in a config, and the method that encodes them."""
+_MOST_TOKENS = 65  # of an image or a sound
 _PADDED_SHARE = 4  # every second sequence ends or begins with a quarter of padding
 
 
@@ -228,54 +230,80 @@ def make_medium(
 ) -> dict[str, Tensor]:
     """Returns what a method in `MEDIA` encodes: as many images or sounds as `grids`, for the argument `name`."""
     patches = make_patches(model, grids, generator=generator, beside_tokens=True)
-    return patches if name in patches else {name: make_signal(model, name, (len(grids), 16), generator=generator)}
+    if name in patches:
+        return patches
+    fields, takes = _fields(model), inspect.signature(encoder_of(model, name) or model.forward).parameters
+    rows, *sizes = make_signal(model, name, (len(grids), 16), generator=generator).shape
+    height, width = sizes[-2:]
+    image, tiles = (height, width), list[int]()
+    if "image_grid_pinpoints" in fields:  # sizes of images in tiles, which follow all of the image
+        image = tuple(fields["image_grid_pinpoints"][0])
+        tiles = [1 + math.prod(image) // (height * width)]
+    elif "pixel_attention_mask" in takes or "aspect_ratio_ids" in takes:  # several images of a row
+        tiles = [1, fields["max_num_tiles"]] if "aspect_ratio_ids" in takes else [1]
+    frames = width if height == fields.get("num_mel_bins") else height
+    beside = {
+        "image_sizes": torch.tensor([image] * rows),
+        "pixel_attention_mask": torch.ones(rows, 1, height, width, dtype=torch.long),
+        "aspect_ratio_ids": torch.ones(rows, 1, dtype=torch.long),
+        "aspect_ratio_mask": torch.ones(rows, *tiles, dtype=torch.long),
+        **dict.fromkeys(("input_features_mask", "feature_attention_mask"), torch.ones(rows, frames, dtype=torch.long)),
+    }
+    signal = torch.randn((rows, *tiles, *sizes), generator=generator)
+    return {name: signal} | {key: value for key, value in beside.items() if key in takes}
+
+
+def encoder_of(model: PreTrainedModel, name: str) -> Callable[..., Any] | None:
+    """Returns the method in `MEDIA` of the outermost module that takes the argument `name`; None if there is none."""
+    methods = [getattr(module, MEDIA[name][1]) for module in model.modules() if hasattr(module, MEDIA[name][1])]
+    return next((method for method in methods if name in inspect.signature(method).parameters), None)
 
 
 def add_media(model: PreTrainedModel, batch: dict[str, Tensor], *, seed: int) -> dict[str, Tensor]:
     """Adds an image and a sound before the tokens of every row, as far as the model supports them."""
     generator = torch.Generator().manual_seed(seed)
-    for name, (medium, method) in MEDIA.items():
+    for name, (medium, _) in MEDIA.items():
         numbers = (getattr(model.config, f"{medium}_token_{end}", None) for end in ("id", "index"))
         token = next((number for number in numbers if isinstance(number, int)), None)
-        is_optional = name in missing_media(model, batch) and "input_ids" in batch and hasattr(model, method)
-        if token is None or not is_optional:
+        if token is None or name not in missing_media(model, batch) or "input_ids" not in batch:
             continue
-        try:
-            tried = copy.deepcopy(model)  # modules may cache results
+        with suppress(Exception), torch.no_grad():  # a model that wants other inputs beside these fails in any way
             signal = make_medium(model, name, [_GRID] * len(batch["input_ids"]), generator=generator)
-            with_medium = _with_medium(model, batch, signal, token, encode=getattr(tried, method))
-            with torch.no_grad():
-                tried(**clone_batch(with_medium))
-        except Exception:  # noqa: BLE001 - a model that wants other inputs beside these fails in any way
-            continue
-        batch = with_medium
+            for number in _num_tokens(model, name, signal, len(batch["input_ids"])):
+                with suppress(Exception):
+                    with_medium = _with_medium(model, batch, signal, token, number)
+                    copy.deepcopy(model)(**clone_batch(with_medium))  # a copy, because modules may cache results
+                    batch = with_medium
+                    break
     return batch
 
 
+def _num_tokens(model: PreTrainedModel, name: str, signal: dict[str, Tensor], rows: int) -> Sequence[int]:
+    """Returns the numbers of placeholder tokens of a row to try: that of the encoder's features, if there is one."""
+    encode = encoder_of(copy.deepcopy(model), name)
+    if encode is None:
+        return range(2, _MOST_TOKENS)
+    output = encode(**signal)
+    pooled = getattr(output, "pooler_output", None)
+    output = getattr(output, "last_hidden_state", output) if pooled is None else pooled
+    features = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+    return [sum(each.numel() // each.shape[-1] for each in features) // rows]
+
+
 def _with_medium(
-    model: PreTrainedModel,
-    batch: dict[str, Tensor],
-    signal: dict[str, Tensor],
-    token: int,
-    *,
-    encode: Callable[..., Any],
+    model: PreTrainedModel, batch: dict[str, Tensor], signal: dict[str, Tensor], token: int, number: int
 ) -> dict[str, Tensor]:
-    """Returns the batch with `signal`, and as many placeholder tokens before each row as `encode` makes features."""
-    with torch.no_grad():
-        output = encode(**signal)
-    features = [each for each in tree_leaves(getattr(output, "pooler_output", output)) if isinstance(each, Tensor)]
-    rows = len(batch["input_ids"])
-    before = [token] * (sum(each.numel() // each.shape[-1] for each in features) // rows)
+    """Returns the batch with `signal`, and `number` placeholder tokens before each row."""
+    rows, takes = len(batch["input_ids"]), inspect.signature(model.forward).parameters
     start = getattr(model.config, "vision_start_token_id", None)
-    before = [start, *before] if isinstance(start, int) else before
-    heads = {"input_ids": torch.tensor(before), "labels": torch.full((len(before),), _IGNORED)}
-    heads["attention_mask"] = torch.ones(len(before), dtype=torch.long)
+    before = [start] * isinstance(start, int) + [token] * number
+    heads = {"input_ids": torch.tensor(before), "attention_mask": torch.ones(len(before), dtype=torch.long)}
+    if "decoder_input_ids" not in batch:
+        heads["labels"] = torch.full((len(before),), _IGNORED)
     found = batch | {
         name: torch.cat((head.expand(rows, -1), batch[name]), 1) for name, head in heads.items() if name in batch
     }
-    kinds = [
-        name for name in ("mm_token_type_ids", "token_type_ids") if name in inspect.signature(model.forward).parameters
-    ]
+    kinds = [name for name in ("mm_token_type_ids", "token_type_ids") if name in takes]
     return found | signal | {name: (found["input_ids"] == token).long() for name in kinds}
 
 
