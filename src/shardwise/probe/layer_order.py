@@ -11,7 +11,7 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from shardwise.runtime.modes import has_dropout
 from shardwise.sharding.json_form import from_json, to_json
 from shardwise.stages.model import Stages
 from shardwise.stages.run import is_dropout, made_by, named_arguments, named_tensors, used_by, writes
-from shardwise.tiny.inputs import clone_batch, loss_or_surrogate, make_batch
+from shardwise.tiny.inputs import add_media, clone_batch, loss_or_surrogate, make_batch
 from shardwise.tiny.models import fork_all_rng, set_runnable_mode
 
 
@@ -325,8 +325,16 @@ def find_layer_order(model: nn.Module) -> LayerOrder:
         batch = make_batch(tiny, seed=0)
         set_runnable_mode(tiny, batch)
         order = tried_order(tiny, batch, drops=has_dropout(model))
+        with suppress(Exception):  # else a stage says what it lacks when it is given images or sound
+            media = add_media(tiny, batch, seed=0)
+            beside = tried_order(tiny, media, layers=order.calls, drops=has_dropout(model)) if media.keys() != batch.keys() else order
+            order = replace(beside, cut_tensors=tuple(map(_joined, order.cut_tensors, beside.cut_tensors)))
     write(path, to_json(order))
     return order
+
+
+def _joined(*cuts: tuple[CutTensor, ...]) -> tuple[CutTensor, ...]:
+    return tuple({each.anchor: each for cut in cuts for each in cut}.values())
 
 
 def tried_order(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection[str] = (), drops: bool) -> LayerOrder:
