@@ -139,7 +139,8 @@ class SequencePlan:
     """Everything that sequence parallelism changes.
 
     Attributes:
-        stacks: FQNs of the lists of layers that work on parts of the sequence, in model order.
+        stacks: FQNs of the lists of layers that work on parts of the sequence, in model order; of a layer, if between
+            it and the next one the model computes with the full sequence.
         full_sequence: modules inside of them that receive the full sequence and compute the same on every rank.
         inputs: FQNs of layer inputs of which a rank uses its part of the sequence.
     """
@@ -163,9 +164,9 @@ def find_sequence(
     if not stacks:
         return _implied(facts, regions)
     for name, rule in stacks.items():
-        if name not in facts.modules or facts.modules[name].kind != "list":
+        if name not in facts.modules or (facts.modules[name].kind != "list" and name not in facts.layers):
             raise PlanError(
-                f"{name} is no list of layers",
+                f"{name} is no list of layers, and no layer",
                 at=f'rule "{rule}"',
                 fix="give such rules for lists, and those for inputs in the section [inputs]",
             )

@@ -323,7 +323,7 @@ def sequence_plans(plan: Plan, split: SplitPlan, facts: ModelFacts, layers: Sequ
     ran = [stack for stack in stacks if any(parent_of(layer.fqn) == stack for layer in layers)]
     seen = set()
     for chosen in _choices(ran, facts):
-        inside = [layer for layer in layers if parent_of(layer.fqn) in chosen]
+        inside = [layer for layer in layers if layer.fqn in chosen or parent_of(layer.fqn) in chosen]
         for inputs, mixing in itertools.product(_inputs(inside), _mixing(inside, split)):
             rules = [
                 *(_rule(fqn, "sequence", reason="its layers are split") for fqn in chosen),
@@ -337,12 +337,13 @@ def sequence_plans(plan: Plan, split: SplitPlan, facts: ModelFacts, layers: Sequ
 
 
 def _choices(stacks: Sequence[str], facts: ModelFacts) -> Iterator[tuple[str, ...]]:
-    """Yields all stacks together, then each alone, the one with most modules first."""
+    """Yields all stacks together, then each alone, the one with most modules first, then the layers of one alone."""
     if stacks:
         yield tuple(stacks)
+    by_size = sorted(stacks, key=lambda stack: -len(list(facts.inside(stack))))
     if len(stacks) > 1:
-        for stack in sorted(stacks, key=lambda stack: -len(list(facts.inside(stack)))):
-            yield (stack,)
+        yield from ((stack,) for stack in by_size)
+    yield from (stack.items for fqn in by_size for stack in facts.stacks if stack.fqn == fqn)
 
 
 def _has_sequence_of(value: Tensor, hidden: Tensor | None) -> bool:
