@@ -322,7 +322,9 @@ def sequence_plans(plan: Plan, split: SplitPlan, facts: ModelFacts, layers: Sequ
         yield plan  # where there is none, trying it says so
     ran = [stack for stack in stacks if any(parent_of(layer.fqn) == stack for layer in layers)]
     seen = set()
-    for chosen in _choices(ran, facts):
+    ends = [name for name, style in split.tensor.modules.items() if style == "rowwise"]
+    ends += [region.fqn for region in split.tensor.regions if region.edge == "output"]
+    for chosen in _choices(ran, facts, ends):
         inside = [layer for layer in layers if layer.fqn in chosen or parent_of(layer.fqn) in chosen]
         for inputs, mixing in itertools.product(_inputs(inside), _mixing(inside, split)):
             rules = [
@@ -336,14 +338,15 @@ def sequence_plans(plan: Plan, split: SplitPlan, facts: ModelFacts, layers: Sequ
                 yield with_sequence
 
 
-def _choices(stacks: Sequence[str], facts: ModelFacts) -> Iterator[tuple[str, ...]]:
-    """Yields all stacks together, then each alone, the one with most modules first, then the layers of one alone."""
+def _choices(stacks: Sequence[str], facts: ModelFacts, ends: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yields all stacks together, then each alone, the one with most modules first, then the layers of one that have several sums."""
     if stacks:
         yield tuple(stacks)
     by_size = sorted(stacks, key=lambda stack: -len(list(facts.inside(stack))))
     if len(stacks) > 1:
         yield from ((stack,) for stack in by_size)
-    yield from (stack.items for fqn in by_size for stack in facts.stacks if stack.fqn == fqn)
+    items = {stack.fqn: stack.items for stack in facts.stacks}
+    yield from (items[stack] for stack in by_size if sum(is_within(end, items[stack][:1]) for end in ends) > 1)
 
 
 def _has_sequence_of(value: Tensor, hidden: Tensor | None) -> bool:
