@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from shardwise.data.batch import is_medium
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.parallel.facts import read_facts
 from shardwise.parallel.stages import build_local_stages
@@ -56,7 +57,7 @@ def _watched(
     watcher = _Watcher(model, layers, shares_dropped=shares_dropped)
     with watcher.hooked(), watcher:
         output = model(**clone_batch(batch))
-        watcher.use(value for _, value in named_tensors(output))
+        watcher.use(value for path, value in named_tensors(output) if not (layers and is_medium(path)))
     return watcher
 
 
