@@ -139,8 +139,7 @@ class SequencePlan:
     """Everything that sequence parallelism changes.
 
     Attributes:
-        stacks: FQNs of the lists of layers that work on parts of the sequence, in model order; of a layer, if between
-            it and the next one the model computes with the full sequence.
+        stacks: FQNs of lists of layers that work on parts of the sequence, in model order, or of layers that do alone.
         full_sequence: modules inside of them that receive the full sequence and compute the same on every rank.
         inputs: FQNs of layer inputs of which a rank uses its part of the sequence.
     """
@@ -168,7 +167,7 @@ def find_sequence(
             raise PlanError(
                 f"{name} is no list of layers, and no layer",
                 at=f'rule "{rule}"',
-                fix="give such rules for lists, and those for inputs in the section [inputs]",
+                fix="give such rules for lists or layers, and those for inputs in the section [inputs]",
             )
     return SequencePlan(
         stacks=tuple(stacks),

@@ -327,15 +327,13 @@ def find_layer_order(model: nn.Module) -> LayerOrder:
         set_runnable_mode(tiny, batch)
         order = tried_order(tiny, batch, drops=has_dropout(model))
         with suppress(Exception):  # else a stage says what it lacks when it is given images or sound
-            media = add_media(tiny, batch, seed=0)
-            beside = tried_order(tiny, media, layers=order.calls, drops=has_dropout(model)) if media.keys() != batch.keys() else order
-            order = replace(beside, cut_tensors=tuple(map(_joined, order.cut_tensors, beside.cut_tensors)))
+            if (media := add_media(tiny, batch, seed=0)).keys() != batch.keys():
+                beside = tried_order(tiny, media, layers=order.calls, drops=has_dropout(model))
+                both = ((*a, *b) for a, b in zip(order.cut_tensors, beside.cut_tensors, strict=True))
+                cuts = (tuple({each.anchor: each for each in cut}.values()) for cut in both)
+                order = replace(beside, cut_tensors=tuple(cuts))
     write(path, to_json(order))
     return order
-
-
-def _joined(*cuts: tuple[CutTensor, ...]) -> tuple[CutTensor, ...]:
-    return tuple({each.anchor: each for cut in cuts for each in cut}.values())
 
 
 def tried_order(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection[str] = (), drops: bool) -> LayerOrder:

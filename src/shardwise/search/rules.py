@@ -339,14 +339,10 @@ def sequence_plans(plan: Plan, split: SplitPlan, facts: ModelFacts, layers: Sequ
 
 
 def _choices(stacks: Sequence[str], facts: ModelFacts, ends: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yields all stacks together, then each alone, the one with most modules first, then the layers of one that have several sums."""
-    if stacks:
-        yield tuple(stacks)
-    by_size = sorted(stacks, key=lambda stack: -len(list(facts.inside(stack))))
-    if len(stacks) > 1:
-        yield from ((stack,) for stack in by_size)
-    items = {stack.fqn: stack.items for stack in facts.stacks}
-    yield from (items[stack] for stack in by_size if sum(is_within(end, items[stack][:1]) for end in ends) > 1)
+    """Yields all stacks together, then each alone, the one with most modules first, then layers with several `ends`."""
+    by_size = sorted((s for s in facts.stacks if s.fqn in stacks), key=lambda stack: -len([*facts.inside(stack.fqn)]))
+    yield from dict.fromkeys((tuple(stacks), *((stack.fqn,) for stack in by_size)))
+    yield from (stack.items for stack in by_size if sum(is_within(end, stack.items[:1]) for end in ends) > 1)
 
 
 def _has_sequence_of(value: Tensor, hidden: Tensor | None) -> bool:
