@@ -339,9 +339,10 @@ def sequence_plans(plan: Plan, split: SplitPlan, facts: ModelFacts, layers: Sequ
 
 
 def _choices(stacks: Sequence[str], facts: ModelFacts, ends: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yields all stacks together, then each alone, the one with most modules first, then layers with several `ends`."""
+    """Yields all stacks, then all but one, then each alone, the largest first, then layers that have several `ends`."""
     by_size = sorted((s for s in facts.stacks if s.fqn in stacks), key=lambda stack: -len([*facts.inside(stack.fqn)]))
-    yield from dict.fromkeys((tuple(stacks), *((stack.fqn,) for stack in by_size)))
+    without = [tuple(stack for stack in stacks if stack != one.fqn) for one in reversed(by_size)]
+    yield from filter(None, dict.fromkeys((tuple(stacks), *without, *((stack.fqn,) for stack in by_size))))
     yield from (stack.items for stack in by_size if sum(is_within(end, stack.items[:1]) for end in ends) > 1)
 
 
