@@ -185,6 +185,13 @@ def test_images_that_no_token_tells_of_are_one_error():
             step(llava_batch([0, 1, 2, 3]) | {"attention_mask": torch.ones(3, 16)})
 
 
+@pytest.mark.parametrize("layout", ["pp2"])
+@pytest.mark.parametrize("order", [(0, 2), (1, 3)])
+def test_images_that_no_token_tells_of_are_divided_by_rows(on_ranks, layout, order):
+    """Mllama attends to images; (1, 3) are rows without."""
+    assert on_ranks(differences, kind="mllama", num_microbatches=2) == [[]] * 2
+
+
 RAGGED = [
     {"kind": "llava", "order": (0, 1)},
     {"kind": "llava", "order": (1, 0), "frozen": True},
