@@ -309,8 +309,7 @@ def _size_of(model: nn.Module, *names: str) -> int:
 def _labels(
     model: PreTrainedModel, tokens: Tensor | None, mask: Tensor, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    takes = _takes(model)
-    batch_size, sequence_length = mask.shape
+    takes, (batch_size, sequence_length) = _takes(model), mask.shape
     if "start_positions" in takes:
         spans = {
             name: torch.randint(1, sequence_length, (batch_size,), generator=generator)
