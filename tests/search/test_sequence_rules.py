@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from shardwise.plan.regions import Region, find_sequence
 from shardwise.plan.resolve import resolve
 from shardwise.plan.rule import InputRule, ParameterRule, SequenceRule
 from shardwise.plan.spec import Plan
+from shardwise.plan.structure import LayerStack
 from shardwise.probe.trial import Trial
 from shardwise.search.deriving import Candidate, widen_regions
 from shardwise.search.generalize import generalize
+from shardwise.search.rules import _choices
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
 from tests.families import FULL_PRODUCT, derive_plan
 
@@ -234,6 +237,15 @@ def test_rules_for_whole_modules_need_none_for_the_stack():
     rules = {name: SequenceRule(name, "whole_sequence") for name in ("rounds.0.smear", "final")}
     found = find_sequence(facts, rules, {}, (Region(fqn="rounds.0.calm", edge="row"),))
     assert found.stacks == ("rounds",) and found.full_sequence == ("rounds.0.smear",)
+
+
+def test_stacks_are_chosen_together_then_all_but_one_then_alone_then_by_layers():
+    sizes = {"a": 3, "b": 1, "c": 2}
+    stacks = tuple(LayerStack(fqn=name, items=(f"{name}.0", f"{name}.1")) for name in sizes)
+    facts = SimpleNamespace(stacks=stacks, inside=lambda name: range(sizes[name]))
+    *chosen, last = _choices([*sizes], facts, ["a.0.o", "a.0.down", "c.0.o"])
+    assert ["".join(each) for each in chosen] == ["abc", "ac", "ab", "bc", "a", "c", "b"]
+    assert last == ("a.0", "a.1"), "the layers of others have one sum at most"
 
 
 def test_inputs_that_only_some_layers_are_given_have_rules_in_all():

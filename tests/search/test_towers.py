@@ -12,11 +12,12 @@ from shardwise.parallel.build import build_meta_model
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.spec import Plan
 from shardwise.probe import trial
-from shardwise.search import planning
+from shardwise.search import planning, rules
 from shardwise.search.deriving import build_subject
 from shardwise.search.generalize import RealSizes
 from shardwise.tiny import inputs
-from tests.train.test_images import llava, qwen2_vl
+from shardwise.tiny.shrink import shrink_config
+from tests.train.test_images import llava, qwen2_vl, qwen3_vl
 
 pytestmark = pytest.mark.single
 
@@ -62,21 +63,26 @@ def test_a_tower_whose_images_nobody_can_make_gathers_what_its_linears_give(monk
     assert planned(build(), tower) == dict.fromkeys(expected, "colwise_gather_output")
 
 
-def test_a_plan_that_images_refuse_is_one_for_text_with_a_warning(caplog):
+def test_between_layers_that_compute_with_all_positions_the_sequence_is_whole():
     """Qwen3-VL adds to hidden states between layers of text, by a mask over the whole sequence."""
-    text = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": rope}
-    eye = {"depth": 2, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 64, "num_heads": 4}
-    eye |= {"patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-    tokens = {"image_token_id": 290, "vision_start_token_id": 292, "vision_end_token_id": 293, "video_token_id": 291}
-    config = transformers.Qwen3VLConfig(text_config=text, vision_config=eye, **tokens)
-    model = transformers.Qwen3VLForConditionalGeneration(config).eval()
+    found = planned(qwen3_vl(), "model.language_model.", sequence_parallel=True)
+    assert [name for name, style in found.items() if style == "sequence"] == ["layers.*"]
+
+
+def test_a_plan_that_images_refuse_is_one_for_text_with_a_warning(caplog, monkeypatch):
+    model = qwen3_vl()
     assert "rowwise" in planned(model, "model.visual.").values() and not caplog.records
+    monkeypatch.setattr(rules, "_choices", lambda stacks, *_: [(stack,) for stack in stacks])
     with caplog.at_level(logging.WARNING, "shardwise.plan"):
         found = planned(model, "model.", sequence_parallel=True)
     assert found["language_model.layers"] == "sequence"
     assert "is planned from text alone: with images or sound no plan passes" in caplog.text
+
+
+def test_a_tower_whose_norm_is_not_contiguous_is_watched():
+    config = shrink_config(transformers.SmolVLMConfig())
+    found = planned(transformers.SmolVLMForConditionalGeneration(config), "model.vision_model.encoder.layers.*.")
+    assert found["self_attn.q_proj"] == found["mlp.fc1"] == "split(0)" and found["mlp.fc2"] == "rowwise"
 
 
 def test_a_tower_is_tried_at_its_own_sizes(monkeypatch):

@@ -40,6 +40,18 @@ def test_what_is_computed_looks_like_the_present_tensors(compute):
     )  # fmt: skip
 
 
+def test_masks_with_values_select_absent_rows():
+    mask = torch.tensor([[True, False, True], [False, False, True]])
+    x = absent(2, 3, 4)
+    assert x[mask].shape == x[mask, :].shape == (3, 4) and x[0, mask[0]].shape == (2, 4)
+    x[mask, :] = x[mask, :] + 1
+    given = torch.zeros(2, 3, 4)
+    given[mask] = absent(3, 4)
+    assert isinstance(given, Absent) and given.shape == (2, 3, 4)
+    with pytest.raises(UnsupportedError, match="reads a tensor that another stage computes"):
+        x[absent(2, 3, dtype=torch.bool)]
+
+
 def test_what_depends_on_shapes_alone_is_present():
     x = absent(2, 3)
     for made in (torch.zeros_like(x), x.new_ones(2), torch.arange(x.shape[1])):

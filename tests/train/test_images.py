@@ -19,7 +19,7 @@ from transformers import (
 import shardwise
 from shardwise.data.batch import split_rows
 from shardwise.errors import BatchError
-from shardwise.tiny.inputs import add_media, make_batch
+from shardwise.tiny.inputs import add_media, make_batch, missing_media
 from shardwise.tiny.models import build_tiny_model
 from shardwise.tiny.shrink import shrink_config
 from tests.families import FULL_PRODUCT
@@ -65,6 +65,19 @@ def qwen2_vl_batch(rows, *, with_positions=False, seed=0):
     if with_positions:
         batch["position_ids"] = torch.arange(40).expand(3, len(rows), 40) + torch.arange(3).view(3, 1, 1)
     return batch
+
+
+def qwen3_vl():
+    """A model whose text layers are followed by sums with images' features."""
+    text = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": rope}
+    eye = {"depth": 2, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 64, "num_heads": 4}
+    eye |= {"patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    tokens = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END}
+    torch.manual_seed(0)
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=eye, video_token_id=291, **tokens)
+    return transformers.Qwen3VLForConditionalGeneration(config).eval()
 
 
 def llava():
@@ -121,7 +134,7 @@ def mllama_batch(rows, *, seed=0, **_):
     return batch | media | {"pixel_values": pixels[rows]}
 
 
-MODELS = {"qwen2_vl": (qwen2_vl, qwen2_vl_batch), "llava": (llava, llava_batch)}
+MODELS = {"qwen2_vl": (qwen2_vl, qwen2_vl_batch), "qwen3_vl": (qwen3_vl, qwen2_vl_batch), "llava": (llava, llava_batch)}
 CROSSING = {"mllama": (mllama, mllama_batch)}
 
 
@@ -172,6 +185,13 @@ def test_images_that_no_token_tells_of_are_one_error():
             step(llava_batch([0, 1, 2, 3]) | {"attention_mask": torch.ones(3, 16)})
 
 
+@pytest.mark.parametrize("layout", ["pp2"])
+@pytest.mark.parametrize("order", [(0, 2), (1, 3)])
+def test_images_that_no_token_tells_of_are_divided_by_rows(on_ranks, layout, order):
+    """Mllama attends to images; (1, 3) are rows without."""
+    assert on_ranks(differences, kind="mllama", num_microbatches=2) == [[]] * 2
+
+
 RAGGED = [
     {"kind": "llava", "order": (0, 1)},
     {"kind": "llava", "order": (1, 0), "frozen": True},
@@ -193,19 +213,30 @@ def test_a_data_rank_without_an_image_beside_one_with(on_ranks, layout):
     assert on_ranks(ragged, timeout=60) == [[[]] * len(RAGGED)] * (4 if "." in layout else 2)
 
 
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
 @pytest.mark.parametrize("layout", ["pp2.fsdp2"])
-def test_a_data_rank_without_an_image_in_stages(on_ranks, layout):
-    assert on_ranks(differences, kind="qwen2_vl", order=(0, 1, 1, 1), num_microbatches=2, timeout=60) == [[]] * 4
+def test_a_data_rank_without_an_image_in_stages(on_ranks, layout, kind):
+    assert on_ranks(differences, order=(0, 1, 1, 1), num_microbatches=2, timeout=60) == [[]] * 4
 
 
 TOWERS = {
+    "aria": "AriaForConditionalGeneration",
+    "florence2": "Florence2ForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
     "got_ocr2": "GotOcr2ForConditionalGeneration",
+    "idefics3": "Idefics3ForConditionalGeneration",
     "internvl": "InternVLForConditionalGeneration",
     "llava": "LlavaForConditionalGeneration",
+    "llava_next": "LlavaNextForConditionalGeneration",
+    "llava_onevision": "LlavaOnevisionForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
     "paligemma": "PaliGemmaForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen2_audio": "Qwen2AudioForConditionalGeneration",
     "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "smolvlm": "SmolVLMForConditionalGeneration",
+    "vipllava": "VipLlavaForConditionalGeneration",
 }
 
 
@@ -215,7 +246,7 @@ def tower_differences(mesh, family, *, sequence_parallel):
     unsplit = build_tiny_model(config, getattr(transformers, TOWERS[family]), seed=0).eval()
     text = make_batch(unsplit, batch_size=4, seed=0)
     images = add_media(unsplit, text, seed=0)
-    assert "pixel_values" in images
+    assert not {"pixel_values", "input_features"} & {*missing_media(unsplit, images)}
     batches = {"images": split_rows(images, 4, mesh.data_size), "text": split_rows(text, 4, mesh.data_size)}
     if mesh.data_size > 1:
         batches["ragged"] = [batches["text"][0], batches["images"][1]]
@@ -242,9 +273,14 @@ def tower_differences(mesh, family, *, sequence_parallel):
         ("fsdp2.tp2", False, "qwen2_5_vl"),
         ("fsdp2.tp2", True, "paligemma"),
         ("pp2.tp2", False, "qwen2_vl"),
+        ("tp2", True, "qwen3_vl"),
+        ("pp2.tp2", True, "qwen3_vl"),
+        ("pp2", False, "llava_next"),
+        ("pp2", False, "qwen2_audio"),
+        ("tp2", True, "smolvlm"),
         *[
             (layout, splits, family)
-            for layout in ("tp2", "fsdp2.tp2", "pp2.tp2")
+            for layout in ("tp2", "fsdp2.tp2", "pp2", "pp2.tp2")
             for splits in (False, True)
             for family in TOWERS
         ]
@@ -252,7 +288,7 @@ def tower_differences(mesh, family, *, sequence_parallel):
     ],
 )
 def test_layers_of_towers_are_split_too(on_ranks, layout, sequence_parallel, family):
-    assert on_ranks(tower_differences) == [[]] * (2 if layout == "tp2" else 4)
+    assert on_ranks(tower_differences) == [[]] * (4 if "." in layout else 2)
 
 
 @pytest.mark.skipif(not FULL_PRODUCT, reason="make coverage runs it; below one is given to another model")

@@ -38,7 +38,7 @@ from shardwise.proof.counting import LayerCollectives, counted_layers
 from shardwise.runtime.adapter_facts import find_model
 from shardwise.runtime.host_masks import read_host_mask, take_host_masks
 from shardwise.stages.model import Stages
-from shardwise.tiny.inputs import MEDIA, make_batch, make_medium, missing_media
+from shardwise.tiny.inputs import MEDIA, encoder_of, make_batch, make_medium, missing_media
 from shardwise.tiny.shrink import keep_layers, layer_kinds, repeating_lengths
 from shardwise.topology.shape import AXES, MeshShape
 
@@ -194,7 +194,7 @@ class Rehearsal:
                     given = make_medium(model, name, [_FEW_PATCHES], generator=generator)
                     what += f" of {' x '.join(f'{size:,}' for size in given[name].shape)}"
                     with reraise_as(partial(_depends_on_values, model)):
-                        counted = str(_encode(model, getattr(model, MEDIA[name][1]), given))
+                        counted = str(_encode(model, encoder_of(model, name), given))
                 except UnsupportedError as error:
                     counted = f"cannot be counted: {error.why}"
                 yield f"over tp, for each {what}, besides: {counted}"

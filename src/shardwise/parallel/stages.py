@@ -65,8 +65,8 @@ def _note_split_segments(stages: Stages, registry: Registry) -> None:
     """Records the segments that begin while the hidden states are split along the sequence."""
     sequence = registry.plan.tokens
     ends = {stack.fqn: stack.items for stack in registry.plan.stacks}
-    splits = {ends[stack][0]: stack for stack in sequence.stacks} if sequence is not None else {}
-    gathers = {ends[stack][-1] for stack in splits.values()}
+    splits = {ends.get(stack, (stack,))[0]: stack for stack in sequence.stacks} if sequence is not None else {}
+    gathers = {ends.get(stack, (stack,))[-1] for stack in splits.values()}
     is_open: str | None = None
     for segment, layer in enumerate(stages.plan.order.calls):
         if is_open is not None:

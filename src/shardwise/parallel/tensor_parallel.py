@@ -226,8 +226,8 @@ def apply_sequence_parallelism(model: nn.Module, registry: Registry) -> None:
         stack_around = next(stack for stack in plan.stacks if is_within(fqn, (stack,)))
         install_full(model.get_submodule(fqn), fqn, stack_around, context)
     for stack in plan.stacks:
-        layers: Any = model.get_submodule(stack)
-        install_stack(layers, stack, context)
+        layers = model.get_submodule(stack)
+        install_stack([*layers] if isinstance(layers, nn.ModuleList) else [layers], stack, context)
         install_owner(model.get_submodule(parent_of(stack)), stack, context)  # its forward embeds, then runs the layers
     regions = {region.fqn for region in registry.plan.tensor.regions}  # these split their own inputs
     for layer in dict.fromkeys(map(parent_of, plan.inputs)):

@@ -139,7 +139,7 @@ class SequencePlan:
     """Everything that sequence parallelism changes.
 
     Attributes:
-        stacks: FQNs of the lists of layers that work on parts of the sequence, in model order.
+        stacks: FQNs of lists of layers that work on parts of the sequence, in model order, or of layers that do alone.
         full_sequence: modules inside of them that receive the full sequence and compute the same on every rank.
         inputs: FQNs of layer inputs of which a rank uses its part of the sequence.
     """
@@ -161,11 +161,11 @@ def find_sequence(
     """Returns the rules about the sequence; without one for a stack, that of the only stack that holds split blocks."""
     stacks = {name: rule for name, rule in rules.items() if rule.style == "sequence"}
     for name, rule in stacks.items():
-        if name not in facts.modules or facts.modules[name].kind != "list":
+        if name not in facts.modules or (facts.modules[name].kind != "list" and name not in facts.layers):
             raise PlanError(
-                f"{name} is no list of layers",
+                f"{name} is no list of layers, and no layer",
                 at=f'rule "{rule}"',
-                fix="give such rules for lists, and those for inputs in the section [inputs]",
+                fix="give such rules for lists or layers, and those for inputs in the section [inputs]",
             )
     chosen = tuple(stacks) or _implied(facts, regions)
     full_sequence = [n for n, rule in rules.items() if n in facts.modules and rule.style == "whole_sequence"]

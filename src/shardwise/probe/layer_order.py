@@ -11,7 +11,7 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from shardwise.data.batch import is_medium
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.parallel.facts import read_facts
 from shardwise.parallel.stages import build_local_stages
@@ -31,7 +32,7 @@ from shardwise.runtime.modes import has_dropout
 from shardwise.sharding.json_form import from_json, to_json
 from shardwise.stages.model import Stages
 from shardwise.stages.run import is_dropout, made_by, named_arguments, named_tensors, used_by, writes
-from shardwise.tiny.inputs import clone_batch, loss_or_surrogate, make_batch
+from shardwise.tiny.inputs import add_media, clone_batch, loss_or_surrogate, make_batch
 from shardwise.tiny.models import fork_all_rng, set_runnable_mode
 
 
@@ -56,7 +57,7 @@ def _watched(
     watcher = _Watcher(model, layers, shares_dropped=shares_dropped)
     with watcher.hooked(), watcher:
         output = model(**clone_batch(batch))
-        watcher.use(value for _, value in named_tensors(output))
+        watcher.use(value for path, value in named_tensors(output) if not (layers and is_medium(path)))
     return watcher
 
 
@@ -325,6 +326,12 @@ def find_layer_order(model: nn.Module) -> LayerOrder:
         batch = make_batch(tiny, seed=0)
         set_runnable_mode(tiny, batch)
         order = tried_order(tiny, batch, drops=has_dropout(model))
+        with suppress(Exception):  # else a stage says what it lacks when it is given images or sound
+            if (media := add_media(tiny, batch, seed=0)).keys() != batch.keys():
+                beside = tried_order(tiny, media, layers=order.calls, drops=has_dropout(model))
+                both = ((*a, *b) for a, b in zip(order.cut_tensors, beside.cut_tensors, strict=True))
+                cuts = (tuple({each.anchor: each for each in cut}.values()) for cut in both)
+                order = replace(beside, cut_tensors=tuple(cuts))
     write(path, to_json(order))
     return order
 

@@ -52,7 +52,7 @@ from shardwise.runtime.context import Axis, SplitContext
 from shardwise.runtime.forward_state import GradientFactor, Sum, ends_missing
 
 
-def install_stack(layers: nn.ModuleList, stack: str, context: SplitContext) -> None:
+def install_stack(layers: Sequence[nn.Module], stack: str, context: SplitContext) -> None:
     """Splits the hidden states along the sequence at the entry of the first layer, and gathers them after the last.
 
     Communicates: over tp, one all-gather after the last layer in forward, one of the gradient in backward.

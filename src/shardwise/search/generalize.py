@@ -39,7 +39,7 @@ from shardwise.probe.trial import (
     verdict_of_exception,
 )
 from shardwise.sharding.placement import Split
-from shardwise.tiny.inputs import MEDIA, loss_or_surrogate, make_medium, missing_media
+from shardwise.tiny.inputs import MEDIA, encoder_of, loss_or_surrogate, make_medium, missing_media
 from shardwise.tiny.models import make_batch
 from shardwise.tiny.shrink import keep_layers
 from shardwise.topology.shape import MeshShape
@@ -291,7 +291,7 @@ class RealSizes:
             try:
                 with FakeTensorCorrections(makes_integers=True):
                     medium = make_medium(model, name, generator=torch.Generator())
-                    loss_or_surrogate(getattr(model, MEDIA[name][1])(**medium)).backward()
+                    loss_or_surrogate(encoder_of(model, name)(**medium)).backward()
             except Exception:
                 if is_split:
                     raise

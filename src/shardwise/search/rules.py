@@ -322,8 +322,10 @@ def sequence_plans(plan: Plan, split: SplitPlan, facts: ModelFacts, layers: Sequ
         yield plan  # where there is none, trying it says so
     ran = [stack for stack in stacks if any(parent_of(layer.fqn) == stack for layer in layers)]
     seen = set()
-    for chosen in _choices(ran, facts):
-        inside = [layer for layer in layers if parent_of(layer.fqn) in chosen]
+    ends = [name for name, style in split.tensor.modules.items() if style == "rowwise"]
+    ends += [region.fqn for region in split.tensor.regions if region.edge == "output"]
+    for chosen in _choices(ran, facts, ends):
+        inside = [layer for layer in layers if layer.fqn in chosen or parent_of(layer.fqn) in chosen]
         for inputs, mixing in itertools.product(_inputs(inside), _mixing(inside, split)):
             rules = [
                 *(_rule(fqn, "sequence", reason="its layers are split") for fqn in chosen),
@@ -336,13 +338,12 @@ def sequence_plans(plan: Plan, split: SplitPlan, facts: ModelFacts, layers: Sequ
                 yield with_sequence
 
 
-def _choices(stacks: Sequence[str], facts: ModelFacts) -> Iterator[tuple[str, ...]]:
-    """Yields all stacks together, then each alone, the one with most modules first."""
-    if stacks:
-        yield tuple(stacks)
-    if len(stacks) > 1:
-        for stack in sorted(stacks, key=lambda stack: -len(list(facts.inside(stack)))):
-            yield (stack,)
+def _choices(stacks: Sequence[str], facts: ModelFacts, ends: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yields all stacks, then all but one, then each alone, the largest first, then layers that have several `ends`."""
+    by_size = sorted((s for s in facts.stacks if s.fqn in stacks), key=lambda stack: -len([*facts.inside(stack.fqn)]))
+    without = [tuple(stack for stack in stacks if stack != one.fqn) for one in reversed(by_size)]
+    yield from filter(None, dict.fromkeys((tuple(stacks), *without, *((stack.fqn,) for stack in by_size))))
+    yield from (stack.items for stack in by_size if sum(is_within(end, stack.items[:1]) for end in ends) > 1)
 
 
 def _has_sequence_of(value: Tensor, hidden: Tensor | None) -> bool:

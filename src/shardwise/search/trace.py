@@ -242,4 +242,4 @@ def _compute_elementwise(formula: NormFormula, module: nn.Module, args: Any, kwa
     def constants(values: Tensor, *, centered: bool) -> tuple[Tensor | None, Tensor]:
         return moments_of(values.detach(), centered=centered)
 
-    return compute_norm(formula, module, values[0], gate=gate, moments=constants)
+    return compute_norm(formula, module, values[0], gate=gate, moments=constants).contiguous()

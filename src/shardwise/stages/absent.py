@@ -76,6 +76,8 @@ class Absent(Tensor):
             kwargs["device"] = kwargs.get("device") or device
         elif kwargs.get("device") is not None:
             device, kwargs["device"] = torch.device(kwargs["device"]), torch.device("meta")
+        if func.overloadpacket in (_aten.index, _aten.index_put_, _aten.index_put):
+            args = args[0], [place for index in args[1] for place in _places(index)], *args[2:]
         at = _written_at(func)
         changed = args[at] if at is not None and at < len(args) else None
         try:
@@ -149,6 +151,11 @@ def _bound(value: Tensor) -> Tensor:
     while isinstance(value, Absent) and value.value is not None:
         value = value.value
     return value
+
+
+def _places(index: Any) -> Sequence[Any]:
+    """Returns the numbers that a mask with values selects, as many as only values can tell; another index as it is."""
+    return index.nonzero(as_tuple=True) if type(index) is Tensor and index.dtype is torch.bool else (index,)
 
 
 def _meta(value: Tensor) -> Tensor:

@@ -210,6 +210,9 @@ class Family:
     id_rows: str | None = None
 
 
+_IMAGES = Family(inputs=("pixel_values",))
+_TWO_TILES = Family(set={"image_grid_pinpoints": [[32, 64]]})
+
 # Each with the reason.
 FAMILIES: Mapping[str, Family] = {
     # As wide as the local encoder's crossed outputs, 2 x 64.
@@ -217,14 +220,19 @@ FAMILIES: Mapping[str, Family] = {
     "blt_local_encoder": Family(set={"hidden_size_global": 128}),
     "blt_local_decoder": Family(set={"hidden_size_global": 128}),
     # Four stages, each halving the patches, must leave a full window to the last.
-    "donut-swin": Family(set={"image_size": 64, "window_size": 2}),
-    "swin": Family(set={"image_size": 64, "window_size": 2}),
+    **dict.fromkeys(("donut-swin", "swin"), Family(set={"image_size": 64, "window_size": 2})),
     "levit": Family(set={"image_size": 64, "patch_size": 16}),  # four strided convolutions make patches of 16
     "mobilevitv2": Family(set={"image_size": 64}),  # 2 x 2 patches are unfolded after five halvings of the image
     # A window must hold patches of 8 pixels, merged 2 by 2.
-    "qwen2_5_vl_vision": Family(set={"window_size": 32}),
-    "exaone4_5_vision": Family(set={"window_size": 32}),
+    **dict.fromkeys(
+        ("qwen2_5_vl_vision", "qwen2_5_omni_vision_encoder", "exaone4_5_vision"), Family(set={"window_size": 32})
+    ),
     "qwen2_vl_vision": Family(set={"embed_dim": 64}),  # rows and columns each rotate half of a head, in pairs
+    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision"), _TWO_TILES),
+    "vipllava": Family(set={"vision_feature_layer": [-3, -2, -1, 0, 1]}),  # five outputs of two layers
+    "mllama_vision_model": Family(set={"vision_output_dim": 128}),  # of two outputs
+    **dict.fromkeys(("granite_speech", "granite_speech_plus"), Family(set={"window_size": 10})),  # 2 x downsample_rate
+    "aria": Family(set={"projector_patch_to_query_dict": {16: 4}}),  # an image has 4 x 4 patches
     "falcon_h1": Family(set={"mamba_d_ssm": 128}),  # Mamba heads times their size, 8 x 16
     # A rate above the sequence length compresses nothing.
     "deepseek_v4": Family(
@@ -232,24 +240,18 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "dots3_note_text": Family(set={"head_dim": 32}),  # sliding layers check it against the parts of their keys
     # Text and image towers compute nothing without each other.
-    "aimv2": Family(inputs=("pixel_values",)),
-    "bridgetower": Family(inputs=("pixel_values",)),
-    "groupvit": Family(inputs=("pixel_values",)),
-    "vilt": Family(inputs=("pixel_values",)),
-    "vision-text-dual-encoder": Family(inputs=("pixel_values",)),
-    "git": Family(inputs=("pixel_values",)),  # its loss skips as many positions as an image has patches
+    **dict.fromkeys(("aimv2", "bridgetower", "groupvit", "vilt", "vision-text-dual-encoder"), _IMAGES),
+    "git": _IMAGES,  # its loss skips as many positions as an image has patches
     "voxtral_realtime": Family(inputs=("input_features",)),  # every token is added to a frame of audio
     "hrm_text": Family(set={"num_layers_per_stack": 2, "num_hidden_layers": 16}),  # layers x H cycles x (L cycles + 1)
     "layoutlmv3": Family(set={"coordinate_size": 8, "shape_size": 16}),  # 4 and 2 of them make the hidden size
     "lilt": Family(set={"hidden_size": 96}),  # 6 coordinates share the hidden size equally
     # The loss counts the frames of the mask.
-    "lasr_ctc": Family(masks_frames=True),
-    "parakeet_ctc": Family(masks_frames=True),
+    **dict.fromkeys(("lasr_ctc", "parakeet_ctc"), Family(masks_frames=True)),
     "mamba2": Family(set={"head_dim": 16}),  # heads times their size is `expand` times the hidden size
     "moonshine": Family(set={"conv_stride": (64, 3, 2)}),  # its strides are not in its configuration
     # A row of ids for every codebook.
-    "musicgen_decoder": Family(id_rows="num_codebooks"),
-    "musicgen_melody_decoder": Family(id_rows="num_codebooks"),
+    **dict.fromkeys(("musicgen_decoder", "musicgen_melody_decoder"), Family(id_rows="num_codebooks")),
     "neomme": Family(set={"head_dim": 16}),  # rows and columns each rotate a quarter of the head
     "perceiver": Family(set={"max_position_embeddings": 16}),  # logits come for every position, used or not
     # Axes multiply to the length of a training sequence and add up to the hidden size; hashing must repeat.

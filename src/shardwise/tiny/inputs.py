@@ -4,6 +4,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from shardwise.errors import UnsupportedError
-from shardwise.tiny.families import FAMILIES, fields_of, sub_configs
+from shardwise.tiny.families import FAMILIES, fields_of, is_count, sub_configs
 
 
 def clone_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def _weights(value: Tensor) -> Tensor:
 
 
 _ANY_IMAGE = 64  # pixels of images for models that take every size
-SIGNALS = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
+SIGNALS = ("pixel_values", "pixel_values_videos", "input_features", "input_values", "image_pixel_values")
 """Arguments of forwards that hold images, videos or sound."""
 _GRIDS = ("grid_thw", "image_grid_thw")
 _GRID = (1, 4, 4)
@@ -67,7 +68,7 @@ def signals_of(model: PreTrainedModel) -> tuple[str, ...]:
     if family and family.inputs:
         return family.inputs
     if "input_ids" in takes:  # text towers next to image towers need both
-        is_dual = type(model).__name__ in class_names("MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES")
+        is_dual = _is_listed(model, "ZERO_SHOT_IMAGE_CLASSIFICATION")
         needed = (name for name in SIGNALS if name in takes and takes[name].default is inspect.Parameter.empty)
         return ("pixel_values",) if is_dual and "pixel_values" in takes else tuple(needed)
     found = tuple(name for name in SIGNALS if name in takes)[:1]
@@ -121,8 +122,7 @@ def _fields(model: PreTrainedModel) -> dict[str, Any]:
     return fields
 
 
-def _image_size(fields: Mapping[str, Any], length: int) -> tuple[int, ...]:
-    del length
+def _image_size(fields: Mapping[str, Any], _: int) -> tuple[int, ...]:
     size = fields.get("image_size", _ANY_IMAGE)
     height, width = size if isinstance(size, list | tuple) else (size, size)
     frames = (fields["num_frames"],) if "num_frames" in fields else ()
@@ -140,7 +140,7 @@ def _feature_size(fields: Mapping[str, Any], length: int) -> tuple[int, ...]:
     """[mel bins, frames] before convolutions over time, [frames, channels] for models that start with a projection."""
     if "audio_length_per_tok" in fields:
         return fields["num_mel_bins"], length * fields["audio_length_per_tok"]
-    for channels in ("feature_projection_input_dim", "input_feat_per_channel"):
+    for channels in ("feature_projection_input_dim", "input_feat_per_channel", "input_dim"):
         if channels in fields:
             return 4 * length, fields[channels]
     if "max_source_positions" in fields:
@@ -155,27 +155,16 @@ def _wave_size(fields: Mapping[str, Any], length: int) -> tuple[int, ...]:
     return ((length + 2) * math.prod(fields["conv_stride"]),)
 
 
-_SIZES = {
-    "pixel_values": _image_size,
-    "pixel_values_videos": _video_size,
-    "input_features": _feature_size,
-    "input_values": _wave_size,
-}
+_SIZES = dict(zip(SIGNALS, (_image_size, _video_size, _feature_size, _wave_size), strict=False))
 
 
 Padding = Literal["none", "left", "right"]
 
 _IGNORED = -100
 _CHARACTERS = 128  # ids of models without a vocabulary, which read code points
-_SEQUENCE_CLASSIFIERS = (
-    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
-    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
-    "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
-    "MODEL_FOR_AUDIO_XVECTOR_MAPPING_NAMES",
-    "MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES",
-)
-_CHOICES = ("MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES",)  # of two sequences
-_YES_OR_NO = (*_CHOICES, "MODEL_FOR_NEXT_SENTENCE_PREDICTION_MAPPING_NAMES")
+_SEQUENCE_CLASSIFIERS = (*(f"{of}_CLASSIFICATION" for of in ("SEQUENCE", "IMAGE", "AUDIO", "VIDEO")), "AUDIO_XVECTOR")
+_CHOICES = ("MULTIPLE_CHOICE",)  # of two sequences
+_YES_OR_NO = (*_CHOICES, "NEXT_SENTENCE_PREDICTION")
 _SENTENCE_LABELS = ("next_sentence_label", "sentence_order_label")  # of BERT's pretraining and its like
 MEDIA = {"pixel_values": ("image", "get_image_features"), "input_features": ("audio", "get_audio_features")}
 """What holds images and sound beside tokens: the name of their token in a config, and the method that encodes them."""
@@ -195,8 +184,7 @@ def make_batch(
             images or audio instead or in addition, if the model needs them.
     """
     generator = torch.Generator().manual_seed(seed)
-    takes = inspect.signature(model.forward).parameters
-    shape = (batch_size, sequence_length)
+    takes, shape = inspect.signature(model.forward).parameters, (batch_size, sequence_length)
     mask = _mask(shape, padding)
     family = FAMILIES.get(model.config.model_type)
     batch: dict[str, Tensor] = {}
@@ -207,8 +195,7 @@ def make_batch(
             batch["attention_mask"] = mask
     if "decoder_input_ids" in takes:
         batch["decoder_input_ids"] = _tokens(model, shape, generator)
-    patches = make_patches(model, [_GRID] * batch_size, generator=generator)
-    batch |= patches
+    batch |= (patches := make_patches(model, [_GRID] * batch_size, generator=generator))
     for name in () if patches else signals_of(model):
         batch[name] = make_signal(model, name, shape, generator=generator)
         if family and family.masks_frames:
@@ -228,55 +215,67 @@ def make_medium(
 ) -> dict[str, Tensor]:
     """Returns what a method in `MEDIA` encodes: as many images or sounds as `grids`, for the argument `name`."""
     patches = make_patches(model, grids, generator=generator, beside_tokens=True)
-    return patches if name in patches else {name: make_signal(model, name, (len(grids), 16), generator=generator)}
+    if name in patches:
+        return patches
+    fields, takes = _fields(model), inspect.signature(encoder_of(model, name)).parameters
+    *_, height, width = sizes = make_signal(model, name, (1, 16), generator=generator).shape[1:]
+    frames = width if height == fields.get("num_mel_bins") else height
+    image = fields.get("image_grid_pinpoints", [(height, width)])[0]  # in tiles, which follow the whole image
+    tiles = [1 + math.prod(image) // (height * width)] if "image_grid_pinpoints" in fields else []
+    tiles += [1] * ("pixel_attention_mask" in takes)
+    tiles += [1, fields["max_num_tiles"]] if "aspect_ratio_ids" in takes else []
+    ones = {"pixel_attention_mask": (1, height, width), "aspect_ratio_ids": (1,), "aspect_ratio_mask": tiles}
+    ones |= {"input_features_mask": (frames,), "feature_attention_mask": (frames,)}
+    found = {key: torch.ones(len(grids), *shape, dtype=torch.long) for key, shape in ones.items()}
+    found["image_sizes"] = torch.tensor([image] * len(grids))
+    signal = torch.randn((len(grids), *tiles, *sizes), generator=generator)
+    return {name: signal} | {key: value for key, value in found.items() if key in takes}
+
+
+def encoder_of(model: PreTrainedModel, name: str) -> Callable[..., Any]:
+    """Returns the first method in `MEDIA` of a module that takes the argument `name`; else the model's forward."""
+    methods = dict.fromkeys(getattr(module, MEDIA[name][1], model.forward) for module in model.modules())
+    own = (method for method in methods if name in inspect.signature(method).parameters)
+    return min(own, key=lambda method: method == model.forward)
 
 
 def add_media(model: PreTrainedModel, batch: dict[str, Tensor], *, seed: int) -> dict[str, Tensor]:
     """Adds an image and a sound before the tokens of every row, as far as the model supports them."""
     generator = torch.Generator().manual_seed(seed)
-    for name, (medium, method) in MEDIA.items():
-        numbers = (getattr(model.config, f"{medium}_token_{end}", None) for end in ("id", "index"))
-        token = next((number for number in numbers if isinstance(number, int)), None)
-        is_optional = name in missing_media(model, batch) and "input_ids" in batch and hasattr(model, method)
-        if token is None or not is_optional:
-            continue
-        try:
-            tried = copy.deepcopy(model)  # modules may cache results
-            signal = make_medium(model, name, [_GRID] * len(batch["input_ids"]), generator=generator)
-            with_medium = _with_medium(model, batch, signal, token, encode=getattr(tried, method))
-            with torch.no_grad():
-                tried(**clone_batch(with_medium))
-        except Exception:  # noqa: BLE001 - a model that wants other inputs beside these fails in any way
-            continue
-        batch = with_medium
+    for name in [name for name in MEDIA if name in missing_media(model, batch) and "input_ids" in batch]:
+        with suppress(Exception), torch.no_grad():  # a model that wants other inputs beside these fails in any way
+            batch = _with_medium(model, batch, name, generator)
     return batch
 
 
 def _with_medium(
-    model: PreTrainedModel,
-    batch: dict[str, Tensor],
-    signal: dict[str, Tensor],
-    token: int,
-    *,
-    encode: Callable[..., Any],
+    model: PreTrainedModel, batch: dict[str, Tensor], name: str, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Returns the batch with `signal`, and as many placeholder tokens before each row as `encode` makes features."""
-    with torch.no_grad():
-        output = encode(**signal)
-    features = [each for each in tree_leaves(getattr(output, "pooler_output", output)) if isinstance(each, Tensor)]
-    rows = len(batch["input_ids"])
-    before = [token] * (sum(each.numel() // each.shape[-1] for each in features) // rows)
-    start = getattr(model.config, "vision_start_token_id", None)
-    before = [start, *before] if isinstance(start, int) else before
-    heads = {"input_ids": torch.tensor(before), "labels": torch.full((len(before),), _IGNORED)}
-    heads["attention_mask"] = torch.ones(len(before), dtype=torch.long)
-    found = batch | {
-        name: torch.cat((head.expand(rows, -1), batch[name]), 1) for name, head in heads.items() if name in batch
-    }
-    kinds = [
-        name for name in ("mm_token_type_ids", "token_type_ids") if name in inspect.signature(model.forward).parameters
-    ]
-    return found | signal | {name: (found["input_ids"] == token).long() for name in kinds}
+    """Returns the batch with a medium, and as many placeholder tokens before each row as it takes."""
+    config, rows = model.config, len(batch["input_ids"])
+    numbers = (getattr(config, f"{MEDIA[name][0]}_token_{end}", None) for end in ("id", "index"))
+    token, start = next(filter(is_count, numbers)), getattr(config, "vision_start_token_id", None)
+    signal = make_medium(model, name, [_GRID] * rows, generator=generator)
+    for number in _num_tokens(model, name, signal, rows):
+        before = torch.tensor([start] * is_count(start) + [token] * number)
+        heads = {"input_ids": before, "attention_mask": torch.ones_like(before)}
+        heads |= {} if "decoder_input_ids" in batch else {"labels": torch.full_like(before, _IGNORED)}
+        own = {key: torch.cat((heads[key].expand(rows, -1), batch[key]), 1) for key in heads.keys() & batch.keys()}
+        kinds = {"mm_token_type_ids", "token_type_ids"} & inspect.signature(model.forward).parameters.keys()
+        found = batch | own | signal | {kind: (own["input_ids"] == token).long() for kind in kinds}
+        with suppress(Exception):
+            copy.deepcopy(model)(**clone_batch(found))  # modules may cache results
+            return found
+    return batch
+
+
+def _num_tokens(model: PreTrainedModel, name: str, signal: dict[str, Tensor], rows: int) -> Sequence[int]:
+    """Returns the numbers of placeholder tokens of a row to try: that of the encoder's features, if it is a method."""
+    encode = encoder_of(tried := copy.deepcopy(model), name)
+    if encode == tried.forward:
+        return range(2, 65)
+    features = tree_leaves(getattr(output := encode(**signal), "pooler_output", output))
+    return [sum(each.numel() // each.shape[-1] for each in features if isinstance(each, Tensor)) // rows]
 
 
 def missing_media(model: nn.Module, batch: Mapping[str, Tensor]) -> list[str]:
@@ -310,14 +309,13 @@ def _size_of(model: nn.Module, *names: str) -> int:
 def _labels(
     model: PreTrainedModel, tokens: Tensor | None, mask: Tensor, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    takes = _takes(model)
-    batch_size, sequence_length = mask.shape
+    takes, (batch_size, sequence_length) = _takes(model), mask.shape
     if "start_positions" in takes:
         spans = {
             name: torch.randint(1, sequence_length, (batch_size,), generator=generator)
             for name in ("start_positions", "end_positions")
         }
-        asks = "question_positions" in takes and _is_listed(model, "MODEL_FOR_PRETRAINING_MAPPING_NAMES")
+        asks = "question_positions" in takes and _is_listed(model, "PRETRAINING")
         return spans | ({"question_positions": torch.zeros(batch_size, 1, dtype=torch.long)} if asks else {})
     if "labels" not in takes or "list[dict]" in str(takes["labels"].annotation):
         return {}  # boxes of every image are no tensor; without them there is no loss
@@ -325,9 +323,9 @@ def _labels(
         return {"labels": torch.randint(0, 2, (batch_size,), generator=generator)}
     if _is_listed(model, *_SEQUENCE_CLASSIFIERS):
         return {"labels": _classes(model.config, batch_size, generator)}
-    if _is_listed(model, "MODEL_FOR_CTC_MAPPING_NAMES"):  # fewer labels than frames
+    if _is_listed(model, "CTC"):  # fewer labels than frames
         return {"labels": _tokens(model, (batch_size, sequence_length // 4), generator)}
-    if _is_listed(model, "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES"):
+    if _is_listed(model, "TOKEN_CLASSIFICATION"):
         labels = torch.randint(0, model.config.num_labels, tuple(mask.shape), generator=generator)
     elif "decoder_input_ids" in takes or tokens is None:
         labels = _tokens(model, (batch_size, sequence_length), generator)
@@ -363,8 +361,8 @@ def _takes(model: PreTrainedModel) -> dict[str, inspect.Parameter]:
     return found
 
 
-def _is_listed(model: PreTrainedModel, *tables: str) -> bool:
-    return type(model).__name__ in {name for table in tables for name in class_names(table)}
+def _is_listed(model: PreTrainedModel, *tasks: str) -> bool:
+    return any(type(model).__name__ in class_names(f"MODEL_FOR_{task}_MAPPING_NAMES") for task in tasks)
 
 
 def _mask(shape: tuple[int, int], padding: Padding) -> Tensor:
