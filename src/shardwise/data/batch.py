@@ -70,7 +70,7 @@ def _runs_of(
         ends = torch.cat((ends.new_zeros(1), ends))
         items = [int(end) + bool(placeholders[part]) for part, end in enumerate(last)]
         places = {num_items: items, int(sizes.sum()): [int(ends[item]) for item in items]}
-        fits = bool(placeholders[-1]) and all(
+        fits = bool(placeholders[-1]) == bool(num_items) and all(
             int(ends[item]) * int(placeholders[-1]) == int(placeholders[part]) * int(sizes.sum())
             for part, item in enumerate(items)
         )

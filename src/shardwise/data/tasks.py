@@ -340,21 +340,17 @@ def collate(examples: Sequence[Example], paddings: Mapping[str, int], *, width: 
     Args:
         width: of texts or sound; 0: that of the longest.
     """
-    found = {}
+    text = next((name for name in ("input_ids", "input_values") if name in examples[0]), None)
+    found, lengths = {}, [len(each[text]) for each in examples] if text else []
     for name in {name: None for example in examples for name in example}:
         values = [np.asarray(example[name]) for example in examples if name in example]
         is_joined = "input_ids" in examples[0] and is_medium(name)  # a row for each image or patch, not for each text
         padding = IGNORED if name == "labels" else paddings.get(name, 0)
-        is_whole = values[0].ndim == 1 and [*map(len, values)] == [*map(_length_of, examples)]
+        is_whole = values[0].ndim == 1 and [*map(len, values)] == lengths
         own = width if is_whole else 0
         tensor = torch.from_numpy(np.concatenate(values) if is_joined else _stack(values, padding, width=own))
         found[name] = tensor.float() if tensor.dtype == torch.float64 else tensor
     return found
-
-
-def _length_of(example: Example) -> int:
-    """Returns the length of the text or sound."""
-    return next((len(example[name]) for name in ("input_ids", "input_values") if name in example), -1)
 
 
 def _stack(values: Sequence[np.ndarray[Any, Any]], padding: int, *, width: int) -> np.ndarray[Any, Any]:

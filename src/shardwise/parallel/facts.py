@@ -92,8 +92,10 @@ def read_stacks(model: nn.Module) -> tuple[LayerStack, ...]:
     found: list[LayerStack] = []
     layers: set[str] = set()
     for fqn, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or any(_is_operation(item) for item in module):
+        if not isinstance(module, nn.ModuleList):
             continue
+        if any(_kind(item) != "other" or isinstance(unwrapped(item), nn.modules.conv._ConvNd) for item in module):
+            continue  # single products, lookups, or modules without a forward of their own
         items = [
             f"{fqn}.{name}"
             for name, item in module.named_children()
@@ -118,11 +120,6 @@ def read_windows(model: nn.Module) -> dict[str, int]:
         if _is_count(window):
             found[place.base] = window
     return found
-
-
-def _is_operation(module: nn.Module) -> bool:
-    """Returns whether a module is a single product or lookup, or has no forward of its own."""
-    return _kind(module) != "other" or isinstance(unwrapped(module), nn.modules.conv._ConvNd)
 
 
 def _kind(module: nn.Module) -> str:

@@ -253,9 +253,8 @@ class RealSizes:
             return found
         alone = {each.fqn for each in decided.tensor.regions if each.edge == "gather"}  # whose outputs are full again
         uneven = [fqn for fqn in _uneven(decided) if facts.layer_of(fqn) and parent_of(fqn) not in alone]
-        for region in (each.fqn for each in decided.tensor.regions if each.fqn not in alone):
-            heads = facts.heads_around(region)
-            uneven += [region] if heads is not None and check_heads(heads, self._num_parts) is not None else []
+        heads = {each.fqn: facts.heads_around(each.fqn) for each in decided.tensor.regions if each.fqn not in alone}
+        uneven += [fqn for fqn, each in heads.items() if each is not None and check_heads(each, self._num_parts)]
         if not uneven:
             return Verdict(passed=True)
         why = "only values would show whether they fit, and none can be tried"

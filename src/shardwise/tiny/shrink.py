@@ -5,6 +5,7 @@ import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 
 from shardwise.tiny import families as rules
@@ -353,7 +354,7 @@ class _Shrink:
         vocab_size = values.get("vocab_size", self._vocab_size)
         vocab_size = vocab_size if isinstance(vocab_size, int) else self._vocab_size
         names = [name for name in values if name.endswith(_TOKENS)]
-        found = {each for name in names for each in _as_list(values[name]) if is_count(each) and each >= vocab_size}
+        found = {each for name in names for each in tree_leaves(values[name]) if is_count(each) and each >= vocab_size}
         moved = {each: vocab_size - 1 - place % max(1, vocab_size // 2) for place, each in enumerate(sorted(found))}
         return {
             name: [moved.get(each, each) for each in value] if isinstance(value, list) else moved.get(value, value)
@@ -374,10 +375,6 @@ def _width_of(heads: Iterable[int]) -> int:
     return -(-max(rules.HIDDEN, 4 * max(counts)) // together) * together
 
 
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
 def _shrink_rotary(original: PreTrainedConfig, tiny: PreTrainedConfig) -> dict[str, Any]:
     """Returns the rotary attributes of `tiny` that its head size changes, given those of `original`."""
     old_dim, new_dim = _rotated_dim(original), _rotated_dim(tiny)
@@ -396,17 +393,15 @@ def _shrink_rotary(original: PreTrainedConfig, tiny: PreTrainedConfig) -> dict[s
     for name in _ROTARY:
         if isinstance(values.get(name), dict):
             new[name] = _shrink_settings(values[name], whole_dim or new_dim, default, fixed=factor is not None)
-    rope = new.get("rope_parameters") if _has_sections(tiny) else None
+    has_sections = "mrope_section" in (
+        getattr(tiny, "ignore_keys_at_rope_validation", None) or ()
+    )  # of time, height, width
+    rope = new.get("rope_parameters") if has_sections else None
     for each in [value for value in rope.values() if isinstance(value, dict)] or [rope] if rope else ():
         if "mrope_section" not in each:
             rotated = (whole_dim or new_dim) * (each.get("partial_rotary_factor") or default)
             each["mrope_section"] = _apportion(_SECTIONS, int(rotated) // 2)
     return new
-
-
-def _has_sections(config: PreTrainedConfig) -> bool:
-    """Returns whether the model divides frequencies between time, height and width, with default sections."""
-    return "mrope_section" in (getattr(config, "ignore_keys_at_rope_validation", None) or ())
 
 
 def _rotated_dim(config: PreTrainedConfig) -> int | None:
