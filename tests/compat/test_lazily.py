@@ -172,6 +172,16 @@ def test_an_adapter_that_is_read_into_a_lazy_model_keeps_its_values(saved, tmp_p
     assert_equal(split(model), whole)
 
 
+def test_a_tied_weight_stays_one_when_a_state_dict_has_it_under_one_name(tmp_path):
+    tied = tiny_model("llama", tied=True)
+    tied.save_pretrained(tmp_path)
+    expected, model = AutoModelForCausalLM.from_pretrained(tmp_path), lazily(tmp_path)
+    state = {"model.embed_tokens.weight": expected.lm_head.weight.detach() + 1}
+    for each in (expected, model):
+        each.load_state_dict(state, strict=False)
+    assert_equal(split(model), expected)
+
+
 def test_damage_is_told_before_anything_is_split(saved, tmp_path):
     AutoConfig.from_pretrained(saved).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes((saved / "model.safetensors").read_bytes()[:-8])

@@ -412,3 +412,13 @@ def test_a_batch_without_images_may_hold_empty_tensors_of_them():
     }
     parts = split_rows(batch, 4, 2, divide_media(Model(), batch, 4, 2))
     assert [sorted(part) for part in parts] == [["input_ids"], ["input_ids"]]
+
+
+def test_a_row_of_images_for_each_row_of_text_stays_with_it():
+    """Idefics and Mllama fill rows up to the largest number of images; each image has a placeholder."""
+    batch = {"input_ids": torch.zeros(4, 5, dtype=torch.long), "pixel_values": torch.arange(12).view(4, 3)}
+    for row, count in enumerate((1, 1, 3, 3)):
+        batch["input_ids"][row, :count] = Model.config.image_token_id
+    parts = split_rows(batch, 4, 2, divide_media(Model(), batch, 4, 2))
+    assert torch.equal(parts[0]["pixel_values"], batch["pixel_values"][:2])
+    assert torch.equal(parts[1]["pixel_values"], batch["pixel_values"][2:])

@@ -20,7 +20,12 @@ SHAPES = {
     "llava": {"pixel_values": (2, 3, 32, 32)},
     "llava_next": {"pixel_values": (2, 3, 3, 32, 32), "image_sizes": (2, 2)},
     "mistral3": {"pixel_values": (2, 3, 32, 32), "image_sizes": (2, 2)},
-    "mllama": {"pixel_values": (2, 1, 4, 3, 32, 32), "aspect_ratio_ids": (2, 1), "aspect_ratio_mask": (2, 1, 4)},
+    "mllama": {
+        "pixel_values": (2, 1, 4, 3, 32, 32),
+        "aspect_ratio_ids": (2, 1),
+        "aspect_ratio_mask": (2, 1, 4),
+        "cross_attention_mask": (2, 18, 1, 4),
+    },
     "qwen2_audio": {"input_features": (2, 128, 128), "feature_attention_mask": (2, 128)},
     "qwen3_vl": {"pixel_values": (32, 384), "image_grid_thw": (2, 3)},
     "vipllava": {"pixel_values": (2, 3, 32, 32)},

@@ -138,14 +138,16 @@ MODELS = {"qwen2_vl": (qwen2_vl, qwen2_vl_batch), "qwen3_vl": (qwen3_vl, qwen2_v
 CROSSING = {"mllama": (mllama, mllama_batch)}
 
 
-def differences(mesh, kind, *, order=(0, 1, 2, 3), num_microbatches=1, frozen=False, evaluates=False, **options):
+def differences(
+    mesh, kind, *, order=(0, 1, 2, 3), num_microbatches=1, frozen=False, evaluates=False, splits=False, **options
+):
     """What a step over rows in this order computes otherwise than the unsplit model."""
     build, batch_of = (MODELS | CROSSING)[kind]
     unsplit = build()
     if frozen:
         for name, value in unsplit.named_parameters():
             value.requires_grad_(not ("vision" in name or "visual" in name))
-    model = shardwise.parallelize(copy.deepcopy(unsplit), mesh)
+    model = shardwise.parallelize(copy.deepcopy(unsplit), mesh, sequence_parallel=splits)
     share = len(order) // mesh.data_size
     own = list(order[mesh.data_rank * share :][:share])
     parts = [batch_of(list(order[at : at + share]), **options) for at in range(0, len(order), share)]
@@ -190,6 +192,11 @@ def test_images_that_no_token_tells_of_are_one_error():
 def test_images_that_no_token_tells_of_are_divided_by_rows(on_ranks, layout, order):
     """Mllama attends to images; (1, 3) are rows without."""
     assert on_ranks(differences, kind="mllama", num_microbatches=2) == [[]] * 2
+
+
+@pytest.mark.parametrize("layout", ["tp2"])
+def test_masks_of_images_leave_their_sequence_whole(on_ranks, layout):
+    assert on_ranks(differences, kind="mllama", order=(0, 2), splits=True) == [[]] * 2
 
 
 RAGGED = [

@@ -40,7 +40,8 @@ def divide_media(model: nn.Module, batch: Mapping[str, Any], num_rows: int, num_
         batch: `input_ids` [rows, tokens]; tensors [images, …] such as `image_grid_thw`, or [patches of all images, …].
 
     Returns:
-        The runs of these tensors. Tensors without placeholders and with one item per row are not included.
+        The runs of these tensors. Tensors with a row for each row of text are not included, unless placeholders tell
+            of rows without an item.
     """
     if num_parts == 1:
         return {}
@@ -63,9 +64,12 @@ def _runs_of(
     grid, ids, token = batch.get(f"{medium}_grid_thw"), batch.get("input_ids"), _token_of(model, medium)
     why = "the model's config names no such token, or the batch has no input_ids"
     if isinstance(ids, Tensor) and token is not None:
-        num_items = min(batch[name].shape[0] for name in names)
+        is_token, counts = ids == token, {batch[name].shape[0] for name in names}
+        if grid is None and counts == {len(ids)} and is_token.any(1).all():
+            return {}  # the images of each row, or its only one
+        num_items = min(counts)
         sizes = torch.ones(num_items, dtype=torch.long) if grid is None else grid.prod(-1).cpu()
-        ends, placeholders = sizes.cumsum(0), (ids == token).reshape(num_parts, -1).sum(1).cpu().cumsum(0)
+        ends, placeholders = sizes.cumsum(0), is_token.reshape(num_parts, -1).sum(1).cpu().cumsum(0)
         last = torch.searchsorted(ends * placeholders[-1], placeholders * sizes.sum())  # of each part
         ends = torch.cat((ends.new_zeros(1), ends))
         items = [int(end) + bool(placeholders[part]) for part, end in enumerate(last)]

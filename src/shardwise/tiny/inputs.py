@@ -261,8 +261,10 @@ def _with_medium(
         heads = {"input_ids": before, "attention_mask": torch.ones_like(before)}
         heads |= {} if "decoder_input_ids" in batch else {"labels": torch.full_like(before, _IGNORED)}
         own = {key: torch.cat((heads[key].expand(rows, -1), batch[key]), 1) for key in heads.keys() & batch.keys()}
-        kinds = {"mm_token_type_ids", "token_type_ids"} & inspect.signature(model.forward).parameters.keys()
-        found = batch | own | signal | {kind: (own["input_ids"] == token).long() for kind in kinds}
+        takes, is_medium = inspect.signature(model.forward).parameters, (own["input_ids"] == token).long()
+        found = batch | own | signal | dict.fromkeys({"mm_token_type_ids", "token_type_ids"} & takes.keys(), is_medium)
+        if "cross_attention_mask" in takes:  # of every token, to the tiles of every image of its row
+            found["cross_attention_mask"] = is_medium.new_ones(*is_medium.shape, *signal[name].shape[1:3])
         with suppress(Exception):
             copy.deepcopy(model)(**clone_batch(found))  # modules may cache results
             return found

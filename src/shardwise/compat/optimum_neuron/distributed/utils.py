@@ -109,11 +109,13 @@ def from_pretrained_for_mp(
 def _allocate_loaded(module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
     """Hook of `load_state_dict`: allocates the meta parameters that it fills, such as those of a saved adapter."""
     made: dict[nn.Parameter, nn.Parameter] = {}
-    for name, value in list(module.named_parameters(remove_duplicate=False)):
-        if value.is_meta and f"{prefix}{name}" in state:
+    own = [(name, value) for name, value in module.named_parameters(remove_duplicate=False) if value.is_meta]
+    filled = {value for name, value in own if f"{prefix}{name}" in state}
+    for fqn, value in own:
+        if value in filled:  # under every name of a tied one
             new = nn.Parameter(torch.empty_like(value, device="cpu"), requires_grad=value.requires_grad)
-            owner, _, own = name.rpartition(".")
-            module.get_submodule(owner)._parameters[own] = made.setdefault(value, new)
+            owner, _, name = fqn.rpartition(".")
+            module.get_submodule(owner)._parameters[name] = made.setdefault(value, new)
 
 
 _ARGUMENTS = "_shardwise_arguments"
