@@ -321,9 +321,6 @@ def check_own_cards(store: dist.Store, address: RankAddress, device: torch.devic
             )
 
 
-_SECONDS_TO_LET_GO = 0.1
-
-
 def start_processes(device: torch.device, backend: str | None, timeout: datetime.timedelta) -> None:
     """Initializes the process group from the environment, and starts the heartbeat. Communicates: the rendezvous."""
     address = read_address()
@@ -405,4 +402,4 @@ def end_processes(error: BaseException | None = None) -> None:
     uses_gloo = "gloo" in dist.get_backend()
     dist.destroy_process_group()
     if uses_gloo:
-        time.sleep(_SECONDS_TO_LET_GO)  # [Note: the last collective]
+        time.sleep(0.1)  # [Note: the last collective]

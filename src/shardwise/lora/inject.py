@@ -109,9 +109,6 @@ def peft() -> Any:
         return importlib.import_module("peft")
 
 
-_PLAIN_INITS = (True, False, "gaussian", "orthogonal")
-
-
 def read_adapter_config(adapter: Any) -> Any:
     """Returns the config of an adapter to train: a copy of the given one, or that of an adapter's directory.
 
@@ -204,7 +201,7 @@ def inject_alike(model: nn.Module, other: nn.Module, *, fresh_values: bool = Fal
 def _check_init(config: Any, *, from_file: bool) -> None:
     init = getattr(config, "init_lora_weights", True)
     needs = "use_dora" if getattr(config, "use_dora", False) else ""
-    if not from_file and init not in _PLAIN_INITS:
+    if not from_file and init not in (True, False, "gaussian", "orthogonal"):
         needs = f"init_lora_weights={init!r}"
     if config.is_prompt_learning:
         needs = f"prompts ({getattr(config.peft_type, 'value', config.peft_type)})"

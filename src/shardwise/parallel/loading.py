@@ -137,9 +137,6 @@ def _check_initialized(fqn: str, value: Tensor) -> None:
         )
 
 
-_MOST_NAMES = 8
-
-
 @dataclass(frozen=True, kw_only=True)
 class Allowed:
     """Allowed differences between a checkpoint and the model."""
@@ -234,7 +231,7 @@ def _listed(what: str, names: Iterable[str]) -> Iterator[str]:
         groups.setdefault(star_numbers(name), []).append(name)
     shown = [f"{starred} ({len(alike)})" if len(alike) > 1 else alike[0] for starred, alike in groups.items()]
     if shown:
-        yield f"{sum(map(len, groups.values()))} {what}: {listed(shown, _MOST_NAMES)}"
+        yield f"{sum(map(len, groups.values()))} {what}: {listed(shown, 8)}"
 
 
 def _is_beyond(modules: Mapping[str, nn.Module], name: str) -> bool:
