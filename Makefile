@@ -123,7 +123,7 @@ coverage: $(READY)
 		tests/compat/test_nxd_stages.py tests/compat/test_nemo_automodel.py tests/schedule/test_torch.py tests/guards/test_recipes.py tests/trainer tests/bench tests/cli/test_tasks.py tests/api/test_rehearsal.py \
 		tests/train/test_images.py tests/train/test_routed.py tests/compat/test_products.py tests/guards/test_documents.py \
 		tests/api/test_named_class.py tests/cli/test_check.py tests/compat/test_nxd_corners.py tests/parallel/test_stages.py \
-		tests/search/test_planning.py tests/checkpoint/test_any_layout.py tests/checkpoint/test_refusals.py
+		tests/search/test_planning.py tests/checkpoint/test_any_layout.py tests/checkpoint/test_refusals.py tests/job/test_heartbeat.py
 	for layout in tp2 tp4 fsdp2.tp2; do $(PY) bench/architectures.py --layout $$layout --tasks $(TASKS); done
 	for layout in pp2 pp2.tp2 pp2.fsdp2; do $(PY) bench/architectures.py --layout $$layout; done
 	$(PY) bench/architectures.py --layout pp2 --tasks sequence_classification

@@ -24,6 +24,7 @@ from shardwise.job import processes
 from shardwise.job.processes import Beat, diagnose
 from shardwise.ranks.spawn import spawn
 from tests.families import rows_of, tiny_batch, tiny_model
+from tests.families import FULL_PRODUCT
 from tests.job.test_rendezvous import Kept
 
 pytestmark = pytest.mark.spawn
@@ -263,7 +264,7 @@ def outcome_of_long_work(work, directory):
     return "no error", time.monotonic()
 
 
-@pytest.mark.parametrize("work", [save_in_the_background, save_at_once, wait_for_a_machine])
+@pytest.mark.parametrize("work", [save_in_the_background, wait_for_a_machine, *[save_at_once] * FULL_PRODUCT])
 def test_a_rank_that_stops_in_work_that_may_take_long_is_not_waited_for_until_it_goes_on(work, tmp_path):
     (error, first), (_, second) = spawn(outcome_of_long_work, 2, work, tmp_path / "saved")
     assert "rank 1 did not come to" in error and "no longer sends heartbeats" in error and first < second, error

@@ -276,15 +276,10 @@ def tower_differences(mesh, family, *, sequence_parallel):
     ("layout", "sequence_parallel", "family"),
     [
         ("tp2", False, "internvl"),
-        ("tp2", True, "gemma3"),
-        ("fsdp2.tp2", False, "qwen2_5_vl"),
         ("fsdp2.tp2", True, "paligemma"),
         ("pp2.tp2", False, "qwen2_vl"),
         ("tp2", True, "qwen3_vl"),
-        ("pp2.tp2", True, "qwen3_vl"),
-        ("pp2", False, "llava_next"),
         ("pp2", False, "qwen2_audio"),
-        ("tp2", True, "smolvlm"),
         *[
             (layout, splits, family)
             for layout in ("tp2", "fsdp2.tp2", "pp2", "pp2.tp2")
