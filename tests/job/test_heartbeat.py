@@ -23,8 +23,7 @@ from shardwise.errors import RankError
 from shardwise.job import processes
 from shardwise.job.processes import Beat, diagnose
 from shardwise.ranks.spawn import spawn
-from tests.families import rows_of, tiny_batch, tiny_model
-from tests.families import FULL_PRODUCT
+from tests.families import FULL_PRODUCT, rows_of, tiny_batch, tiny_model
 from tests.job.test_rendezvous import Kept
 
 pytestmark = pytest.mark.spawn
