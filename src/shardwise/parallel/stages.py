@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from shardwise.parallel.tensor_parallel import fit_sizes
 from shardwise.parameters.registry import Registry
 from shardwise.plan.pipeline_plan import PipelinePlan
-from shardwise.plan.structure import fqn_of, nearest, outermost_layers, upwards
+from shardwise.plan.structure import fqn_of, nearest, outermost_layers, parent_of, upwards
 from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.local_inputs import own_slice
 from shardwise.stages.absent import Absent
@@ -46,6 +46,7 @@ def finish_placeholders(registry: Registry, compute_dtype: torch.dtype | None) -
     # Modules with the same tensors at their edges split or unsplit: their own code may run with full weights.
     full = {region.fqn for region in plan.tensor.regions if region.edge == "gather"}
     full |= {name for name, style in plan.tensor.modules.items() if style == "rowwise_split_input"}
+    full |= {parent_of(fqn) for fqn in plan.tensor.local_sizes}
     absent = stages.absent | {(module, own): module.__dict__[own] for module, own in stages.foreign}
     for (module, own), old in absent.items():
         fqn = fqn_of(names[id(module)], own)
