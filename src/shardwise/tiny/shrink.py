@@ -393,10 +393,8 @@ def _shrink_rotary(original: PreTrainedConfig, tiny: PreTrainedConfig) -> dict[s
     for name in _ROTARY:
         if isinstance(values.get(name), dict):
             new[name] = _shrink_settings(values[name], whole_dim or new_dim, default, fixed=factor is not None)
-    has_sections = "mrope_section" in (
-        getattr(tiny, "ignore_keys_at_rope_validation", None) or ()
-    )  # of time, height, width
-    rope = new.get("rope_parameters") if has_sections else None
+    unchecked = getattr(tiny, "ignore_keys_at_rope_validation", None) or ()
+    rope = new.get("rope_parameters") if "mrope_section" in unchecked else None  # of time, height and width
     for each in [value for value in rope.values() if isinstance(value, dict)] or [rope] if rope else ():
         if "mrope_section" not in each:
             rotated = (whole_dim or new_dim) * (each.get("partial_rotary_factor") or default)
